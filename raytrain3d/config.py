@@ -1,0 +1,413 @@
+"""What a job is: one frozen dataclass per section of the YAML file, with every check.
+
+The docstring under a field is its reference entry (`docs/config.md` is generated from them). A section checks its own
+fields when it is made; `JobConfig.__post_init__` holds the rules that cross sections. Nothing here needs a package.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from raytrain3d.errors import ConfigError
+
+
+def _require(valid: bool, key: str, value: object, want: str) -> None:
+    if not valid:
+        raise ConfigError(f"{key} is {value!r}: {want}")
+
+
+def _positive(section: str, **values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None:
+            _require(value > 0, f"{section}.{name}", value, "must be above 0")
+
+
+def _fraction(section: str, **values: float) -> None:
+    for name, value in values.items():
+        _require(0 <= value < 1, f"{section}.{name}", value, "must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """Name and place of a run."""
+
+    name: str
+    """Name of the run: its directory, its mailbox actor and its metrics carry it. Letters, digits, `.`, `_`, `-`."""
+    directory: str = "runs"
+    """Directory that holds run directories. Must be absolute (or a URI) when ranks are on several nodes or the driver
+    runs in a Ray working directory."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Level of the rank log files and of the driver's own log lines."""
+
+    def __post_init__(self) -> None:
+        safe = bool(self.name) and all(c.isalnum() or c in "._-" for c in self.name) and self.name[0] not in ".-"
+        _require(safe, "run.name", self.name, "use letters, digits, '.', '_' and '-', beginning with a letter or digit")
+        _require(bool(self.directory), "run.directory", self.directory, "must name a directory")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RotaryScalingConfig:
+    """Rotary frequency scaling of Llama 3.1 and later (long wavelengths are stretched, short ones kept)."""
+
+    factor: float = 8.0
+    """How much the longest wavelengths are stretched."""
+    low_frequency_factor: float = 1.0
+    """Wavelengths above original_sequence / this are stretched fully."""
+    high_frequency_factor: float = 4.0
+    """Wavelengths below original_sequence / this are left alone; between the two the stretch is blended."""
+    original_sequence: int = 8192
+    """Sequence length the frequencies were made for, in tokens."""
+
+    def __post_init__(self) -> None:
+        key = "model.rotary_scaling"
+        _positive(key, factor=self.factor, original_sequence=self.original_sequence)
+        ordered = 0 < self.low_frequency_factor < self.high_frequency_factor
+        _require(ordered, f"{key}.low_frequency_factor", self.low_frequency_factor,
+                 f"must be above 0 and below high_frequency_factor ({self.high_frequency_factor})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """One transformer. `family` chooses the parts; sizes are in elements."""
+
+    family: Literal["llama", "gpt2"] = "llama"
+    """`llama`: RMSNorm, rotary positions, SwiGLU, no biases (Llama 2/3, Mistral, Qwen2, Qwen3, SmolLM).
+    `gpt2`: LayerNorm, learned positions, GELU (tanh form), biases everywhere."""
+    vocabulary: int
+    """Number of token ids."""
+    hidden: int
+    """Width of the residual stream."""
+    blocks: int
+    """Number of transformer blocks. Embedding and head are layers of their own beside them."""
+    heads: int
+    """Number of attention (query) heads."""
+    kv_heads: int | None = None
+    """Number of key/value heads (grouped-query attention). Default: `heads`."""
+    head_size: int | None = None
+    """Width of one head. Default: hidden / heads."""
+    feed_forward: int
+    """Inner width of the feed-forward part."""
+    positions: int | None = None
+    """Rows of the learned position table (`gpt2` only). Default: train.sequence."""
+    norm_epsilon: float = 1e-5
+    """Added to the variance inside every norm."""
+    rotary_theta: float = 10000.0
+    """Base of the rotary wavelengths (`llama` only)."""
+    rotary_scaling: RotaryScalingConfig | None = None
+    """Llama-3 frequency scaling (`llama` only). Absent: none."""
+    qkv_bias: bool = False
+    """Bias on the query, key and value projections of the `llama` family (Qwen2)."""
+    qk_norm: bool = False
+    """RMSNorm over each head's query and key before the rotation (Qwen3)."""
+    tied_embeddings: bool = False
+    """Use the token embedding as the output projection too."""
+    dropout: float = 0.0
+    """Dropout on the embedding and on both residual branches of a block."""
+    attention_dropout: float = 0.0
+    """Dropout on attention probabilities. Above 0 attention runs unfused, since its mask must not depend on layout."""
+    initial_std: float = 0.02
+    """Standard deviation of the initial weights; projections into the residual stream get it divided by
+    sqrt(2 * blocks)."""
+    freeze: tuple[str, ...] = ()
+    """Layers that are not trained, by name or range: `embedding`, `blocks.0`, `blocks.0-3`, `head`."""
+    vocabulary_multiple: int = 64
+    """Vocabulary rows on each tensor rank are padded to a multiple of this. Padding rows never get probability and are
+    not saved."""
+
+    def __post_init__(self) -> None:
+        _positive("model", vocabulary=self.vocabulary, hidden=self.hidden, blocks=self.blocks, heads=self.heads,
+                  kv_heads=self.kv_heads, head_size=self.head_size, feed_forward=self.feed_forward,
+                  positions=self.positions, norm_epsilon=self.norm_epsilon, rotary_theta=self.rotary_theta,
+                  initial_std=self.initial_std, vocabulary_multiple=self.vocabulary_multiple)
+        _fraction("model", dropout=self.dropout, attention_dropout=self.attention_dropout)
+        _require(self.head_size is not None or self.hidden % self.heads == 0, "model.heads", self.heads,
+                 f"must divide model.hidden ({self.hidden}), or set model.head_size")
+        _require(self.heads % self.num_kv_heads == 0, "model.kv_heads", self.kv_heads,
+                 f"must divide model.heads ({self.heads})")
+        if self.family == "llama":
+            _require(self.size_of_head % 2 == 0, "model.head_size", self.size_of_head, "rotary needs an even head size")
+            _require(self.positions is None, "model.positions", self.positions, "only the gpt2 family learns positions")
+        else:
+            for name in ("rotary_scaling", "qkv_bias", "qk_norm"):
+                _require(not getattr(self, name), f"model.{name}", getattr(self, name), "belongs to the llama family")
+            _require(self.num_kv_heads == self.heads, "model.kv_heads", self.kv_heads,
+                     "the gpt2 family has as many key/value heads as heads")
+        self.frozen_layers()
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_heads if self.kv_heads is not None else self.heads
+
+    @property
+    def size_of_head(self) -> int:
+        return self.head_size if self.head_size is not None else self.hidden // self.heads
+
+    def frozen_layers(self) -> frozenset[int]:
+        """Indices of the layers named by `freeze` (0 embedding, 1..blocks, blocks + 1 head)."""
+        frozen: set[int] = set()
+        for name in self.freeze:
+            first, _, last = name.removeprefix("blocks.").partition("-")
+            numbers = first.isdigit() and (last or first).isdigit() and name.startswith("blocks.")
+            if name == "embedding":
+                frozen.add(0)
+            elif name == "head":
+                frozen.add(self.blocks + 1)
+            elif numbers and int(first) <= int(last or first) < self.blocks:
+                frozen.update(range(int(first) + 1, int(last or first) + 2))
+            else:
+                raise ConfigError(f"model.freeze has {name!r}: valid are 'embedding', 'head', 'blocks.N' and "
+                                  f"'blocks.N-M' with N <= M < {self.blocks}")
+        return frozenset(frozen)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshConfig:
+    """Ranks along each axis. Their product is the number of ranks."""
+
+    data: int = 1
+    """Replicas of the model; each is a gang of pipeline x tensor ranks."""
+    pipeline: int = 1
+    """Pipeline ranks of a replica."""
+    tensor: int = 1
+    """Ranks that share the matrices of each layer. Keep inside a node."""
+
+    def __post_init__(self) -> None:
+        _positive("mesh", data=self.data, pipeline=self.pipeline, tensor=self.tensor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineConfig:
+    """How layers and micro-batches are laid over the stages."""
+
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    """Order of forwards and backwards. Both have the same idle share; 1F1B holds fewer activations."""
+    partition: Literal["flops", "parameters", "uniform"] = "flops"
+    """How layers are split over stages: least time of the slowest stage by FLOPs, by parameters, or equal counts."""
+    layers: tuple[int, ...] | None = None
+    """Layers of each stage, embedding and head counted, instead of `partition`. Must add up to blocks + 2."""
+
+    def __post_init__(self) -> None:
+        if self.layers is not None:
+            _require(all(n >= 1 for n in self.layers), "pipeline.layers", list(self.layers),
+                     "every stage keeps at least one layer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Length, batch and numerics of the run."""
+
+    steps: int
+    """Number of optimizer steps."""
+    global_batch: int
+    """Samples in one step, over all replicas."""
+    micro_batch: int = 1
+    """Samples that go through the pipeline together."""
+    sequence: int
+    """Tokens of one sample."""
+    seed: int = 1
+    """Seed of initial weights, sample order and dropout. Same seed, same run, under any layout."""
+    dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """Type of weights and activations. bf16 keeps FP32 master weights and accumulates gradients in FP32; fp64 is for
+    checking numerics."""
+    recompute: Literal["none", "full"] = "none"
+    """`full` keeps only the input of each layer and runs its forward again before its backward."""
+    sharding: Literal["none", "optimizer"] = "none"
+    """What is sharded over the data axis: nothing, or optimizer state and master weights (ZeRO-1)."""
+    lease: int = 50
+    """Most steps that ranks run before asking the driver again."""
+
+    def __post_init__(self) -> None:
+        _positive("train", steps=self.steps, global_batch=self.global_batch, micro_batch=self.micro_batch,
+                  sequence=self.sequence, lease=self.lease)
+        _require(self.seed >= 0, "train.seed", self.seed, "must be at least 0")
+        _require(self.global_batch % self.micro_batch == 0, "train.global_batch", self.global_batch,
+                 f"must be a multiple of train.micro_batch ({self.micro_batch})")
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one step, over all replicas."""
+        return self.global_batch // self.micro_batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW (https://arxiv.org/abs/1711.05101) and gradient clipping."""
+
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, multiplied by the learning rate."""
+    decay_all: bool = False
+    """Decay norms, biases and embeddings too, not only matrices."""
+    clip_norm: float | None = 1.0
+    """Largest global gradient norm; gradients above are scaled down. Absent: no clipping."""
+
+    def __post_init__(self) -> None:
+        _fraction("optimizer", beta1=self.beta1, beta2=self.beta2)
+        _positive("optimizer", epsilon=self.epsilon, clip_norm=self.clip_norm)
+        _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearningRateConfig:
+    """Learning rate by step: linear warm-up, then `schedule`."""
+
+    peak: float = 3e-4
+    """Highest learning rate."""
+    final: float = 0.0
+    """Learning rate of the last step (unused by `constant`)."""
+    warmup: int = 0
+    """Steps of linear warm-up; the first step has peak / warmup."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """After warm-up: half a cosine, a line, warm-up-stable-decay, or constant."""
+    decay: int | None = None
+    """Steps of the linear decay that ends `wsd`. Default: a fifth of the run."""
+
+    def __post_init__(self) -> None:
+        _positive("learning_rate", peak=self.peak, decay=self.decay)
+        _require(self.warmup >= 0, "learning_rate.warmup", self.warmup, "must be at least 0")
+        _require(0 <= self.final <= self.peak, "learning_rate.final", self.final,
+                 f"must be between 0 and learning_rate.peak ({self.peak})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Token data, made by `raytrain3d data prepare`."""
+
+    path: str
+    """Directory of Arrow token shards."""
+    text: tuple[str, ...] = ()
+    """Text files, as glob patterns (`{stdlib}` stands for the Python standard library's directory). When given and
+    `path` does not exist yet, `train` prepares it from them first."""
+    tokenizer: str = "bytes"
+    """`bytes`, or the path of a `tokenizer.json`; used when preparing."""
+    validation_fraction: float = 0.05
+    """Share of documents held out for validation when preparing."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.path), "data.path", self.path, "must name a directory of token shards")
+        _fraction("data", validation_fraction=self.validation_fraction)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateConfig:
+    """Validation loss at intervals."""
+
+    interval: int | None = None
+    """Steps between evaluations; one more follows the last step. Absent: only the one after the last step."""
+    samples: int = 64
+    """Validation samples, always the same ones (fewer where the split is smaller)."""
+
+    def __post_init__(self) -> None:
+        _positive("evaluate", interval=self.interval, samples=self.samples)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    interval: int | None = None
+    """Steps between checkpoints; one more follows the last step and a stop. Absent: only those."""
+    keep: int | None = 2
+    """Newest checkpoints to keep. Absent: all."""
+    resume: bool = True
+    """Continue from the newest checkpoint of the run directory. With false, an existing checkpoint is an error."""
+
+    def __post_init__(self) -> None:
+        _positive("checkpoint", interval=self.interval, keep=self.keep)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacementConfig:
+    """Where ranks run."""
+
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """`gpu`: one GPU a rank, NCCL. `cpu`: gloo. `auto`: GPUs if the cluster has any."""
+    cpus_per_rank: float = 1.0
+    """CPUs asked of the cluster for a rank; fractions let several ranks share one."""
+    threads_per_rank: int = 1
+    """Compute threads of a rank. Equal on all ranks, since kernels and so bits depend on it."""
+    wait_s: float = 600.0
+    """Longest wait for the cluster to offer the gangs' resources, in seconds."""
+
+    def __post_init__(self) -> None:
+        _positive("placement", cpus_per_rank=self.cpus_per_rank, threads_per_rank=self.threads_per_rank)
+        _require(self.wait_s >= 0, "placement.wait_s", self.wait_s, "must be at least 0")
+        _require(self.cpus_per_rank <= 1 or self.cpus_per_rank == int(self.cpus_per_rank), "placement.cpus_per_rank",
+                 self.cpus_per_rank, "above 1 must be whole (Ray gives fractions only below 1)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NetworkConfig:
+    """Links between ranks."""
+
+    interface: str | None = None
+    """Network interface of gloo and NCCL. Default: the one that has the node's Ray address."""
+    store_port: int = 0
+    """Port of the rendezvous store on the driver's node; 0 takes a free one."""
+    timeout_s: float = 600.0
+    """Last-resort limit of one communication, in seconds."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Extra environment variables of every rank (NCCL tuning, for instance)."""
+
+    def __post_init__(self) -> None:
+        _positive("network", timeout_s=self.timeout_s)
+        _require(0 <= self.store_port < 65536, "network.store_port", self.store_port, "must be between 0 and 65535")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobConfig:
+    """A whole training job."""
+
+    run: RunConfig
+    """Name and place of the run."""
+    model: ModelConfig
+    """The transformer."""
+    mesh: MeshConfig = MeshConfig()
+    """Ranks along each axis."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """Stages and schedule."""
+    train: TrainConfig
+    """Length, batch and numerics."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and clipping."""
+    learning_rate: LearningRateConfig = LearningRateConfig()
+    """Learning rate by step."""
+    data: DataConfig
+    """Token data."""
+    evaluate: EvaluateConfig = EvaluateConfig()
+    """Validation."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving and resuming."""
+    placement: PlacementConfig = PlacementConfig()
+    """Devices and CPUs."""
+    network: NetworkConfig = NetworkConfig()
+    """Links between ranks."""
+
+    def __post_init__(self) -> None:
+        model, mesh, tensor = self.model, self.mesh, self.mesh.tensor
+        num_layers = model.blocks + 2
+        _require(model.heads % tensor == 0, "mesh.tensor", tensor, f"must divide model.heads ({model.heads})")
+        _require(model.num_kv_heads % tensor == 0 or tensor % model.num_kv_heads == 0, "mesh.tensor", tensor,
+                 f"must divide model.kv_heads ({model.num_kv_heads}) or be a multiple of it")
+        _require(model.feed_forward % tensor == 0, "mesh.tensor", tensor,
+                 f"must divide model.feed_forward ({model.feed_forward})")
+        _require(mesh.pipeline <= num_layers, "mesh.pipeline", mesh.pipeline,
+                 f"the model has {num_layers} layers (embedding, {model.blocks} blocks, head) and a stage keeps at "
+                 f"least one: at most {num_layers}")
+        if self.pipeline.layers is not None:
+            layers = list(self.pipeline.layers)
+            _require(len(layers) == mesh.pipeline, "pipeline.layers", layers,
+                     f"needs one count per stage, mesh.pipeline is {mesh.pipeline}")
+            _require(sum(layers) == num_layers, "pipeline.layers", layers,
+                     f"adds up to {sum(layers)}, the model has {num_layers} layers (embedding, {model.blocks} blocks, "
+                     "head)")
+        if model.family == "gpt2" and model.positions is not None:
+            _require(self.train.sequence <= model.positions, "train.sequence", self.train.sequence,
+                     f"is beyond model.positions ({model.positions})")
+        warmup = self.learning_rate.warmup
+        _require(warmup <= self.train.steps, "learning_rate.warmup", warmup,
+                 f"is more than train.steps ({self.train.steps})")
