@@ -1,0 +1,90 @@
+"""Text files to token ids: the built-in byte tokenizer, or a `tokenizer.json` through the `tokenizers` package.
+
+A tokenizer yields a document piece by piece, so that a large text file needs no large memory, and names the id that
+stands after each document.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from raytrain3d.data.manifest import TokenizerRecord
+from raytrain3d.data.tokens import Tokens, checksum, token_type
+from raytrain3d.errors import DataError
+
+BYTES = "bytes"
+_CHUNK_BYTES = 1 << 20
+_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+
+
+class Tokenizer(Protocol):
+    """What `prepare` needs."""
+
+    vocabulary: int
+    """Token ids are below this, the end of document included."""
+    record: TokenizerRecord
+
+    def encode(self, file: Path) -> Iterator[Tokens]:
+        """The tokens of a text file without the end of document, in pieces. UnicodeDecodeError where it cannot."""
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are bytes, 256 ends a document. Takes any file."""
+
+    def __init__(self) -> None:
+        self.vocabulary = 257
+        self.record = TokenizerRecord(name=BYTES, fingerprint=BYTES, end_of_document=256)
+
+    def encode(self, file: Path) -> Iterator[Tokens]:
+        with file.open("rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                yield np.frombuffer(chunk, np.uint8).astype(token_type(self.vocabulary))
+
+
+class JsonTokenizer:
+    """A `tokenizer.json`. The end of document is its end-of-text token, or one id past its vocabulary if it has none.
+    """
+
+    def __init__(self, file: str) -> None:
+        self._tokenizer = _load(file)
+        ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        largest = max(ids.values(), default=0)
+        end = next((ids[name] for name in _END_NAMES if name in ids), largest + 1)
+        self.vocabulary = max(largest, end) + 1
+        self.record = TokenizerRecord(name=Path(file).name, fingerprint=fingerprint(file), end_of_document=end)
+
+    def encode(self, file: Path) -> Iterator[Tokens]:
+        text = file.read_bytes().decode("utf-8")
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        yield np.array(ids, dtype=token_type(self.vocabulary))
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """`bytes` or the path of a `tokenizer.json`. DataError when it cannot be used."""
+    return ByteTokenizer() if name == BYTES else JsonTokenizer(name)
+
+
+def fingerprint(name: str) -> str:
+    """What a manifest holds to recognise the tokenizer of this name; needs no package."""
+    if name == BYTES:
+        return BYTES
+    try:
+        return checksum(Path(name))
+    except OSError as error:
+        raise DataError(f"data.tokenizer is '{name}': cannot be read ({error.strerror}); give '{BYTES}' or the path of "
+                        "a tokenizer.json") from None
+
+
+def _load(file: str) -> Any:
+    fingerprint(file)
+    try:
+        import tokenizers
+    except ImportError:
+        raise DataError(f"data.tokenizer is '{file}': needs the tokenizers package (pip install tokenizers), "
+                        f"'{BYTES}' works without") from None
+    try:
+        return tokenizers.Tokenizer.from_file(file)
+    except Exception as error:  # the package raises plain Exception for a file that it cannot parse
+        raise DataError(f"data.tokenizer is '{file}': not a tokenizer.json ({error})") from None
