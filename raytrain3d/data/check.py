@@ -70,15 +70,15 @@ def _size(directory: Path, shard: ShardRecord) -> int:
 
 def _verify(directory: Path, shard: ShardRecord, vocabulary: int) -> None:
     file = directory / shard.file
-    tokens = open_shard(directory, shard, vocabulary)
     try:
         found = checksum(file)
     except OSError as error:
-        raise DataError(f"{file} cannot be read ({error.strerror})") from None
+        raise DataError(f"{file} cannot be read ({error.strerror}) though the manifest lists it: prepare the data "
+                        "again") from None
     if found != shard.checksum:
         raise DataError(f"{file} is corrupt: its checksum is {found[:12]}..., the manifest says "
                         f"{shard.checksum[:12]}...: restore the file or prepare the data again")
-    largest = int(tokens.max())
+    largest = int(open_shard(directory, shard, vocabulary).max())
     if largest >= vocabulary:
         raise DataError(f"{file} has token id {largest}, beyond the vocabulary of {vocabulary} (valid are 0 to "
                         f"{vocabulary - 1}): prepare the data again with the right tokenizer")

@@ -8,6 +8,7 @@ Replicas, micro-batches and shares do not appear here, so no layout changes what
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import isqrt
 
 _MASK = (1 << 64) - 1
@@ -48,7 +49,7 @@ class Permutation:
         return value
 
     def _shuffle(self, value: int) -> int:
-        """A bijection of the square [0, side * side), which holds fewer than 2 * side + 1 numbers outside [0, size)."""
+        """A bijection of the square [0, side * side), which holds fewer than 2 * side numbers outside [0, size)."""
         left, right = divmod(value, self.side)
         for key in self.keys:
             left, right = right, (left + _mix(right ^ key)) % self.side
@@ -87,4 +88,4 @@ def deal(count: int, replicas: int) -> list[range]:
     """`count` pieces in contiguous runs, one run a replica (maybe empty), the remainder to the first ones."""
     each, rest = divmod(count, replicas)
     starts = [replica * each + min(replica, rest) for replica in range(replicas + 1)]
-    return [range(first, last) for first, last in zip(starts, starts[1:])]
+    return [range(first, last) for first, last in pairwise(starts)]

@@ -86,5 +86,5 @@ def _load(file: str) -> Any:
                         f"'{BYTES}' works without") from None
     try:
         return tokenizers.Tokenizer.from_file(file)
-    except Exception as error:  # the package raises plain Exception for a file that it cannot parse
+    except Exception as error:  # noqa: BLE001 - plain Exception is what the package raises for a bad file
         raise DataError(f"data.tokenizer is '{file}': not a tokenizer.json ({error})") from None

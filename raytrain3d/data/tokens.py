@@ -7,6 +7,7 @@ shard goes on as the first row of the next.
 
 import hashlib
 from bisect import bisect_right
+from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 
@@ -94,11 +95,15 @@ class Dataset:
         while first < last:
             start = self._ends[number] - self._shards[number].tokens
             stop = min(last, self._ends[number])
-            pieces.append(self.shard(number)[first - start:stop - start])
+            pieces.append(self._shard(number)[first - start:stop - start])
             first, number = stop, number + 1
         return pieces
 
-    def shard(self, number: int) -> Tokens:
+    def shards(self) -> Iterator[Tokens]:
+        """All tokens of each shard in turn, mapped."""
+        return (self._shard(number) for number in range(len(self._shards)))
+
+    def _shard(self, number: int) -> Tokens:
         """All tokens of one shard, mapped."""
         if number not in self._mapped:
             self._mapped[number] = open_shard(self._directory, self._shards[number], self.manifest.vocabulary)
