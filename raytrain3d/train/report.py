@@ -1,5 +1,6 @@
 """What a rank reports of a step, and how reports of all ranks become one line of metrics."""
 
+import time
 from dataclasses import dataclass, field
 
 
@@ -48,3 +49,21 @@ class EvaluationReport:
     """Mean over all validation loss tokens, in nats."""
     tokens: int
     seconds: float
+
+
+class Stopwatch:
+    """Time since it was made, cut into named laps. Seconds."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """Time since the last lap ended belongs to `name`."""
+        now = time.perf_counter()
+        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
+        self._last = now
+
+    @property
+    def total(self) -> float:
+        return time.perf_counter() - self._start

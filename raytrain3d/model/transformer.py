@@ -1,0 +1,229 @@
+"""The transformer as a row of layers: Embedding, Blocks, Head. Covers the Llama and GPT-2 families.
+
+Modules know no parallelism. Where ranks may share a matrix they have seams that do nothing by themselves: `enter` (an
+input that several column slices read), `reduce` (an output that is a partial sum), `first_row`, `first_head`.
+`parallel/tensor.py` fills them from a table. Parameters are bound from outside too (`bind`): they are views of a
+layer's flat buffer, so a module holds whatever slice it was given and sizes come from the weights.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raytrain3d.config import ModelConfig
+from raytrain3d.model.dropout import DropoutKeys, dropout, keep_mask
+from raytrain3d.model.functional import embedding, linear
+from raytrain3d.model.loss import Reduction, cross_entropy, unchanged
+from raytrain3d.model.rotary import RotaryTables, rotate
+
+
+class Parameters(nn.Module):
+    """A named place for parameters that are bound later."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("bias", None)
+
+
+class Linear(Parameters):
+    """y = x W^T + b; the bias is added once, after a reduction over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduce: Reduction = unchanged
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (batch, seq, in) -> (batch, seq, out)."""
+        y = self.reduce(linear(x, self.weight))
+        return y if self.bias is None else y + self.bias
+
+
+class Norm(Parameters):
+    """RMSNorm (llama) or LayerNorm (gpt2) over the last dimension."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self._rms = model.family == "llama"
+        self._epsilon = model.norm_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., width) -> the same shape."""
+        if self._rms:
+            return F.rms_norm(x, x.shape[-1:], self.weight, self._epsilon)
+        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self._epsilon)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key/value heads, over the heads whose weights it was given."""
+
+    def __init__(self, model: ModelConfig, layer: int, rotary: RotaryTables | None) -> None:
+        super().__init__()
+        self.enter: Reduction = unchanged
+        self.first_head = 0
+        self._model, self._layer, self._rotary = model, layer, rotary
+        self.query, self.key, self.value, self.output = Linear(), Linear(), Linear(), Linear()
+        if model.qk_norm:
+            self.query_norm, self.key_norm = Norm(model), Norm(model)
+
+    def forward(self, x: Tensor, keys: DropoutKeys | None) -> Tensor:
+        """x: (batch, seq, hidden) -> (batch, seq, hidden)."""
+        x = self.enter(x)
+        size = self._model.size_of_head
+        query, key, value = (part(x).unflatten(-1, (-1, size)) for part in (self.query, self.key, self.value))
+        key, value = self._own_heads(key, query), self._own_heads(value, query)
+        if self._model.qk_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if self._rotary is not None:
+            cos, sin = self._rotary(query)
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        heads = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), keys)
+        return self.output(heads.transpose(1, 2).flatten(2))
+
+    def _own_heads(self, kv: Tensor, query: Tensor) -> Tensor:
+        """The key/value heads that the query heads here read, when all of them are held on every rank."""
+        group = self._model.heads // self._model.num_kv_heads
+        wanted = max(1, query.shape[2] // group)
+        if kv.shape[2] == wanted:
+            return kv
+        first = self.first_head // group
+        return kv[:, :, first : first + wanted]
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, keys: DropoutKeys | None) -> Tensor:
+        """query, key, value: (batch, heads, seq, size) -> (batch, heads, seq, size)."""
+        grouped = query.shape[1] != key.shape[1]
+        rate = self._model.attention_dropout
+        if keys is None or rate == 0.0:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        if grouped:
+            repeats = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        sequence = query.shape[2]
+        scores = query @ key.transpose(-1, -2) * self._model.size_of_head**-0.5
+        causal = torch.ones(sequence, sequence, dtype=torch.bool, device=query.device).tril()
+        probabilities = scores.masked_fill(~causal, -torch.inf).softmax(dim=-1)
+        shape = (self._model.heads, sequence, sequence)
+        keep = keep_mask(keys, self._layer, "attention", rate, shape, query.device)
+        own = keep[:, self.first_head : self.first_head + query.shape[1]].to(probabilities.dtype)
+        return (probabilities * own / (1 - rate)) @ value
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (llama) or GELU in its tanh form (gpt2)."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.enter: Reduction = unchanged
+        self._gated = model.family == "llama"
+        if self._gated:
+            self.gate = Linear()
+        self.up, self.down = Linear(), Linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (batch, seq, hidden) -> (batch, seq, hidden)."""
+        x = self.enter(x)
+        inner = F.silu(self.gate(x)) * self.up(x) if self._gated else F.gelu(self.up(x), approximate="tanh")
+        return self.down(inner)
+
+
+class TokenTable(Parameters):
+    """Vocabulary rows [first_row, first_row + rows) of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_row = 0
+        self.reduce: Reduction = unchanged
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: (batch, seq) int64 -> (batch, seq, hidden)."""
+        rows = tokens - self.first_row
+        elsewhere = (rows < 0) | (rows >= self.weight.shape[0])
+        return self.reduce(embedding(rows.masked_fill(elsewhere, 0), self.weight, elsewhere))
+
+
+class Layer(nn.Module):
+    """What the pipeline moves data through. `index` is the layer's place in the model."""
+
+    def __init__(self, model: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.model = model
+
+    def bind(self, parameters: Mapping[str, Tensor]) -> None:
+        """Point parameters (`attention.query.weight`, ...) at the given tensors."""
+        for name, tensor in parameters.items():
+            path, _, leaf = name.rpartition(".")
+            setattr(self.get_submodule(path), leaf, tensor)
+
+
+class Embedding(Layer):
+    """Token ids to the residual stream."""
+
+    def __init__(self, model: ModelConfig, index: int) -> None:
+        super().__init__(model, index)
+        self.tokens = TokenTable()
+        if model.family == "gpt2":
+            self.positions = Parameters()
+
+    def forward(self, tokens: Tensor, keys: DropoutKeys | None) -> Tensor:
+        """tokens: (batch, seq) int64 -> (batch, seq, hidden)."""
+        x = self.tokens(tokens)
+        if self.model.family == "gpt2":
+            x = x + self.positions.weight[: tokens.shape[1]]
+        return dropout(x, keys, self.index, "embedding", self.model.dropout)
+
+
+class Block(Layer):
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, model: ModelConfig, index: int, rotary: RotaryTables | None) -> None:
+        super().__init__(model, index)
+        self.attention_norm, self.mlp_norm = Norm(model), Norm(model)
+        self.attention = Attention(model, index, rotary)
+        self.mlp = FeedForward(model)
+
+    def forward(self, x: Tensor, keys: DropoutKeys | None) -> Tensor:
+        """x: (batch, seq, hidden) -> (batch, seq, hidden)."""
+        rate = self.model.dropout
+        x = x + dropout(self.attention(self.attention_norm(x), keys), keys, self.index, "attention_output", rate)
+        return x + dropout(self.mlp(self.mlp_norm(x)), keys, self.index, "mlp_output", rate)
+
+
+class Head(Layer):
+    """Final norm, output projection and loss."""
+
+    def __init__(self, model: ModelConfig, index: int) -> None:
+        super().__init__(model, index)
+        self.norm = Norm(model)
+        self.enter: Reduction = unchanged
+        self.output = Linear()
+        self.first_row = 0
+        self.maximum: Reduction = unchanged
+        self.total: Reduction = unchanged
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x: (batch, seq, hidden) -> (batch, seq, rows held here)."""
+        logits: Tensor = self.output(self.enter(self.norm(x)))
+        return logits
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """x: (batch, seq, hidden), targets: (batch, seq) -> sum of losses, a scalar."""
+        return cross_entropy(self.logits(x).flatten(0, 1), targets.flatten(), first=self.first_row,
+                             vocabulary=self.model.vocabulary, maximum=self.maximum, total=self.total)
+
+
+def build_layers(model: ModelConfig, layers: range) -> dict[int, Layer]:
+    """Modules of the given layers, without parameters."""
+    rotary = RotaryTables(model) if model.family == "llama" else None
+    last = model.blocks + 1
+
+    def build(index: int) -> Layer:
+        if index == 0:
+            return Embedding(model, index)
+        return Head(model, index) if index == last else Block(model, index, rotary)
+
+    return {index: build(index) for index in layers}

@@ -1,0 +1,91 @@
+"""The commit vector: what all ranks know before any parameter changes.
+
+Phase 1 of a step ends when every rank holds the same vector on its host. It carries the squared gradient norm in one slot
+per (state, tensor coordinate, data part), loss and token counts in one slot per replica, and flags. Members of a gang
+send to their leader, leaders to the root, each adds in rank order, and the sum returns the same way; with a slot written
+by one rank only, the result does not depend on the layout of the layers. Always over gloo, on the CPU.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from raytrain3d.parallel.groups import Group, Groups
+from raytrain3d.plan.mesh import Mesh
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreement:
+    """A step's result, the same on every rank."""
+
+    gradient_norm: float
+    """Of the mean gradient, before clipping."""
+    loss: float
+    """Mean over all loss tokens, in nats."""
+    tokens: int
+    stop: bool
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.gradient_norm) and math.isfinite(self.loss)
+
+
+class CommitVector:
+    """Slots of one step, filled by one rank."""
+
+    def __init__(self, mesh: Mesh, num_states: int) -> None:
+        self._mesh = mesh
+        self._norms = num_states * mesh.tensor * mesh.data
+        self.values = torch.zeros(self._norms + 2 * mesh.data + 1, dtype=torch.float64)
+
+    def set_norm(self, state: int, tensor: int, part: int, squared: float) -> None:
+        self.values[(state * self._mesh.tensor + tensor) * self._mesh.data + part] = squared
+
+    def set_loss(self, replica: int, loss_sum: float, tokens: int) -> None:
+        self.values[self._norms + replica] = loss_sum
+        self.values[self._norms + self._mesh.data + replica] = tokens
+
+    def ask_stop(self) -> None:
+        self.values[-1] = 1
+
+    def agreement(self) -> Agreement:
+        """Read the summed vector; slots are added in their order."""
+        values = self.values.tolist()
+        losses, tokens = values[self._norms : self._norms + self._mesh.data], values[self._norms + self._mesh.data : -1]
+        count = int(sum(tokens))
+        return Agreement(gradient_norm=math.sqrt(sum(values[: self._norms])) / max(count, 1),
+                         loss=sum(losses) / max(count, 1), tokens=count, stop=values[-1] > 0)
+
+
+def sum_over_all(values: Tensor, groups: Groups) -> None:
+    """Replace `values` (float64, CPU) by its sum over all ranks, added in rank order, in place."""
+    _gather_sum(values, groups.gang)
+    if groups.leaders is not None:
+        _gather_sum(values, groups.leaders)
+        _return(values, groups.leaders)
+    _return(values, groups.gang)
+
+
+def _gather_sum(values: Tensor, group: Group) -> None:
+    if group.size == 1:
+        return
+    if group.index > 0:
+        group.send(values, 0).wait()
+        return
+    parts = [torch.empty_like(values) for _ in range(1, group.size)]
+    works = [group.receive(part, index) for index, part in enumerate(parts, start=1)]
+    for part, work in zip(parts, works, strict=True):
+        work.wait()
+        values += part
+
+
+def _return(values: Tensor, group: Group) -> None:
+    if group.size == 1:
+        return
+    if group.index > 0:
+        group.receive(values, 0).wait()
+        return
+    for work in [group.send(values, index) for index in range(1, group.size)]:
+        work.wait()

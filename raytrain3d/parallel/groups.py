@@ -1,0 +1,144 @@
+"""Process groups of one generation, made directly over the driver's store.
+
+Each rank makes only the groups it belongs to, named by the plan (generation, kind, members), so that no torch-global
+registry keeps references and making them does not grow with the fleet. One object owns them all: closing it drops every
+reference, which is what wakes neighbours after a death. A group of one has no process group: its collectives are the
+identity.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raytrain3d.plan.mesh import Coordinate, Mesh
+from raytrain3d.plan.program import Channel
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A collective or message under way. `None` inside means that there was nothing to do."""
+
+    handle: Any
+
+    def wait(self) -> None:
+        if self.handle is not None:
+            self.handle.wait()
+
+
+DONE = Work(None)
+
+
+class Group:
+    """Ranks that communicate. Reductions are sums unless said otherwise; all are in place and asynchronous."""
+
+    def __init__(self, name: str, ranks: Sequence[int], rank: int, link: "Link", *, device: str) -> None:
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.index = self.ranks.index(rank)
+        self.size = len(self.ranks)
+        self._backend = link.backend(name, self.index, self.size, device) if self.size > 1 else None
+
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> Work:
+        """Sum (or elementwise maximum) over the group, in place."""
+        if self._backend is None:
+            return DONE
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        return Work(self._backend.allreduce([tensor], options))
+
+    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Work:
+        """shard = this member's part of the sum of `whole`. `shard` may be that part of `whole` itself."""
+        if self._backend is None:
+            return DONE
+        return Work(self._backend._reduce_scatter_base(shard, whole))
+
+    def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
+        """whole = the members' shards one after the other. `shard` may be this member's part of `whole`."""
+        if self._backend is None:
+            return DONE
+        return Work(self._backend._allgather_base(whole, shard))
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        """Send to the member with index `to`. The tensor must stay as it is until the work is done."""
+        assert self._backend is not None
+        return Work(self._backend.send([tensor], to, 0))
+
+    def receive(self, tensor: Tensor, sender: int) -> Work:
+        assert self._backend is not None
+        return Work(self._backend.recv([tensor], sender, 0))
+
+    def close(self) -> None:
+        self._backend = None
+
+
+class Link:
+    """Makes backends over the driver's store: NCCL for device tensors of GPU ranks, gloo for all else."""
+
+    def __init__(self, store: dist.Store, generation: int, timeout_s: float) -> None:
+        self._store = dist.PrefixStore(f"generation-{generation}", store)
+        self._timeout = timedelta(seconds=timeout_s)
+
+    def backend(self, name: str, index: int, size: int, device: str) -> Any:
+        store = dist.PrefixStore(name, self._store)
+        if device == "gpu":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            return dist.ProcessGroupNCCL(store, index, size, options)
+        return dist.ProcessGroupGloo(store, index, size, self._timeout)
+
+
+class Groups:
+    """Every group of one rank in one generation."""
+
+    def __init__(self, mesh: Mesh, rank: int, link: Link, *, device: str) -> None:
+        def make(kind: str, ranks: Sequence[int], device: str = device) -> Group:
+            return Group(f"{kind}/{'-'.join(map(str, ranks))}", ranks, rank, link, device=device)
+
+        at = mesh.coordinate(rank)
+        gang, pipeline = mesh.gang(at.data), mesh.group("pipeline", rank)
+        self.tensor = make("tensor", mesh.group("tensor", rank))
+        self.data = make("data", mesh.group("data", rank))
+        self.ends = make("ends", (pipeline[0], pipeline[-1])) if self._at_an_end(mesh, at) else None
+        self.gang = make("gang", gang, "cpu")
+        leaders = [mesh.gang(replica)[0] for replica in range(mesh.data)]
+        self.leaders = make("leaders", leaders, "cpu") if rank in leaders else None
+        self.channels: dict[Channel, Group] = {}
+        for left, right in zip(range(mesh.pipeline - 1), range(1, mesh.pipeline), strict=True):
+            for channel in (Channel(sender=left, receiver=right, forward=True),
+                            Channel(sender=right, receiver=left, forward=False)):
+                if at.pipeline in (left, right):
+                    ends = (pipeline[channel.sender], pipeline[channel.receiver])
+                    self.channels[channel] = make(f"channel/{'forward' if channel.forward else 'backward'}", ends)
+        self._try_channels(torch.device("cuda", torch.cuda.current_device()) if device == "gpu" else torch.device("cpu"))
+
+    @staticmethod
+    def _at_an_end(mesh: Mesh, at: Coordinate) -> bool:
+        return mesh.pipeline > 1 and at.pipeline in (0, mesh.pipeline - 1)
+
+    def _try_channels(self, device: torch.device) -> None:
+        """One message over each channel, in the same global order everywhere: connections exist before step 1."""
+        probe = torch.zeros(1, device=device)
+        for group in self.channels.values():
+            (group.send(probe, 1) if group.index == 0 else group.receive(probe, 0)).wait()
+
+    def close(self) -> None:
+        """Drop every reference, which closes the sockets and wakes whoever waits on this rank."""
+        for group in (self.tensor, self.data, self.ends, self.gang, self.leaders, *self.channels.values()):
+            if group is not None:
+                group.close()
+        self.channels.clear()
+
+
+def serve_store(host: str, port: int = 0) -> dist.TCPStore:
+    """The rendezvous store, hosted by the caller for as long as the object lives; `.port` is where it listens."""
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+
+
+def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """A rank's connection to the driver's store."""
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))

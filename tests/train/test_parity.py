@@ -1,0 +1,27 @@
+"""Every layout trains as one rank does: 20 steps of loss and gradient norm, each gradient and weight at the end.
+
+The normal run covers every pair of choices; `pytest -m slow tests/train/test_parity.py` runs all of them.
+"""
+
+import pytest
+from jobs import JobRunner
+from parity import Case, Reference, all_cases, case_job, case_name, check_parity, pairwise_cases
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.mark.parametrize("case", pairwise_cases(), ids=case_name)
+def test_layout_trains_as_one_rank_does(case: Case, run_job: JobRunner, reference: Reference) -> None:
+    check_parity(run_job, reference, case_job(case))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(14400)
+def test_every_layout_trains_as_one_rank_does(run_job: JobRunner, reference: Reference) -> None:
+    failures = []
+    for case in all_cases():
+        try:
+            check_parity(run_job, reference, case_job(case))
+        except AssertionError as error:
+            failures.append(f"{case_name(case)}: {error}")
+    assert not failures, "\n".join(failures)
