@@ -1,0 +1,188 @@
+"""Checkpoints of a run directory: ranks write shards, the driver commits them by a manifest, any layout loads them.
+
+A directory `checkpoints/step-N` without a manifest is not a checkpoint. A shard appears by rename, the manifest last,
+so a crash at any point leaves earlier checkpoints whole. Nothing read here can run code: safetensors and JSON only.
+"""
+
+import re
+from collections.abc import Sequence
+
+from raytrain3d.checkpoint.identity import check_same_run, global_shapes, plain_config
+from raytrain3d.checkpoint.layout import KINDS, Piece, cover
+from raytrain3d.checkpoint.manifest import MANIFEST, SHARD_NAME, Entry, Manifest, Receipt
+from raytrain3d.checkpoint.shard import copy_boxes, dtype_name, verify_file, write_file
+from raytrain3d.checkpoint.storage import PARTIAL, Folder, join, open_folder
+from raytrain3d.config import JobConfig
+from raytrain3d.errors import CheckpointError
+from raytrain3d.plan.params import Rectangle
+
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+
+
+def step_directory(run_directory: str, step: int) -> str:
+    """Where the checkpoint of `step` lies."""
+    return join(run_directory, "checkpoints", f"step-{step}")
+
+
+def write_shard(directory: str | Folder, rank: int, pieces: Sequence[Piece], *, step: int,
+                skipped_steps: Sequence[int] = ()) -> Receipt:
+    """Rank side: writes `pieces` (empty ones left out) durably and returns what the driver needs to commit.
+
+    Pieces of one rank must not overlap. Raises CheckpointError naming the file when it cannot be written, or when
+    `directory` already is a checkpoint.
+    """
+    folder = open_folder(directory)
+    if MANIFEST in folder.names():
+        raise CheckpointError(f"{folder.path} already holds a checkpoint")
+    unknown = {piece.kind for piece in pieces} - set(KINDS)
+    if unknown:
+        raise ValueError(f"unknown kinds {sorted(unknown)}")
+    pieces = [piece for piece in pieces if piece.rectangle.size]
+    skipped = tuple(skipped_steps)
+    if not pieces:
+        return Receipt(rank=rank, step=step, skipped_steps=skipped, file=None, entries=())
+    name = f"rank-{rank:04d}.safetensors"
+    with folder.writing(name) as path:
+        file, entries = write_file(path, name, pieces)
+    return Receipt(rank=rank, step=step, skipped_steps=skipped, file=file, entries=entries)
+
+
+def commit(directory: str | Folder, step: int, receipts: Sequence[Receipt], *, config: JobConfig,
+           data: str | None = None) -> None:
+    """Driver side: makes the shards of all ranks a checkpoint. `data` is the fingerprint of the token data.
+
+    Raises CheckpointError when receipts are of different steps or some parameter was not written in full.
+    """
+    folder = open_folder(directory)
+    for receipt in receipts:
+        if (receipt.step, receipt.skipped_steps) != (step, receipts[0].skipped_steps):
+            raise CheckpointError(f"{folder.path}: rank {receipt.rank} saved step {receipt.step} with skipped steps "
+                                  f"{receipt.skipped_steps}, rank {receipts[0].rank} skipped "
+                                  f"{receipts[0].skipped_steps} and the checkpoint is of step {step}")
+    manifest = Manifest(
+        step=step, run=config.run.name, data=data, config=plain_config(config), parameters=global_shapes(config),
+        skipped_steps=receipts[0].skipped_steps if receipts else (),
+        files=tuple(receipt.file for receipt in receipts if receipt.file is not None),
+        entries=tuple(entry for receipt in receipts for entry in receipt.entries))
+    text = manifest.to_json()
+    # Read back as a loader would: what cannot be loaded is not committed.
+    Manifest.from_json(text, folder.path).check_complete(folder.path)
+    with folder.writing(MANIFEST) as path, open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def read_manifest(directory: str | Folder) -> Manifest:
+    """The manifest of a checkpoint directory; raises CheckpointError when it is missing or not valid."""
+    folder = open_folder(directory)
+    with folder.reading(MANIFEST) as path:
+        try:
+            with open(path, encoding="utf-8") as file:
+                text = file.read()
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{folder.path}/{MANIFEST} is not a valid manifest: {error}") from error
+    return Manifest.from_json(text, f"{folder.path}/{MANIFEST}")
+
+
+def read_into(directory: str | Folder, pieces: Sequence[Piece]) -> None:
+    """Rank side: fills every piece's tensor from a checkpoint of any layout, bit for bit.
+
+    Each needed file is verified once, and only the overlaps are read from it. Raises CheckpointError naming the file or
+    parameter when something is missing, damaged or of another dtype or shape; tensors may then be partly filled. Pass all
+    pieces of a rank in one call.
+    """
+    folder = open_folder(directory)
+    manifest = read_manifest(folder)
+    work = _boxes_by_file(manifest, pieces, folder.path)
+    records = {record.name: record for record in manifest.files}
+    missing = [name for name in work if name not in folder.names()]
+    if missing:
+        raise CheckpointError(f"{folder.path}/{missing[0]} is missing, though the manifest lists it")
+    for name in work:
+        with folder.reading(name) as path:
+            verify_file(path, f"{folder.path}/{name}", records[name])
+            copy_boxes(path, f"{folder.path}/{name}", work[name])
+
+
+def _boxes_by_file(manifest: Manifest, pieces: Sequence[Piece],
+                   where: str) -> dict[str, list[tuple[Piece, Entry, Rectangle]]]:
+    """What to copy from each file; disjoint boxes that are exactly all pieces."""
+    found = manifest.by_parameter()
+    work: dict[str, list[tuple[Piece, Entry, Rectangle]]] = {}
+    for piece in pieces:
+        entries = found.get((piece.name, piece.kind), [])
+        _check_fits(piece, manifest, where)
+        taken, missing = cover(piece.rectangle, (entry.rectangle for entry in entries))
+        if missing:
+            raise CheckpointError(f"{where} does not hold {piece.kind} of {piece.name} at {missing[0].offset}, shape "
+                                  f"{missing[0].shape}")
+        for index, box in taken:
+            entry = entries[index]
+            if entry.dtype != dtype_name(piece.tensor):
+                raise CheckpointError(f"{where}: {piece.kind} of {piece.name} is {entry.dtype}, this run needs "
+                                      f"{dtype_name(piece.tensor)}")
+            work.setdefault(entry.file, []).append((piece, entry, box))
+    return work
+
+
+def _check_fits(piece: Piece, manifest: Manifest, where: str) -> None:
+    shape = manifest.parameters.get(piece.name)
+    if shape is None:
+        raise CheckpointError(f"{where} holds another model: it has no parameter {piece.name}")
+    ends = tuple(at + n for at, n in zip(piece.rectangle.offset, piece.rectangle.shape, strict=True))
+    if len(ends) != len(shape) or any(end > n for end, n in zip(ends, shape, strict=True)):
+        raise CheckpointError(f"{where} holds another model: {piece.name} has shape {shape} there, this model's reaches "
+                              f"to {ends}")
+
+
+def steps(run_directory: str | Folder) -> list[int]:
+    """Steps of all checkpoints of a run, ascending; directories without a manifest do not count."""
+    found = open_folder(run_directory).child("checkpoints")
+    numbers = sorted(int(match[1]) for name in found.names() if (match := _STEP.fullmatch(name)))
+    return [n for n in numbers if MANIFEST in found.child(f"step-{n}").names()]
+
+
+def newest(run_directory: str | Folder) -> int | None:
+    """Step of the newest checkpoint of a run; None when there is none."""
+    found = steps(run_directory)
+    return found[-1] if found else None
+
+
+def check_run(run_directory: str | Folder, config: JobConfig, data: str | None = None) -> int | None:
+    """Step of the newest checkpoint, after checking that it belongs to the run of `config` (see `check_same_run`)."""
+    step = newest(run_directory)
+    if step is not None:
+        folder = _step_folder(run_directory, step)
+        check_same_run(read_manifest(folder), folder.path, config, data)
+    return step
+
+
+def _step_folder(run_directory: str | Folder, step: int) -> Folder:
+    return open_folder(run_directory).child("checkpoints").child(f"step-{step}")
+
+
+def remove(run_directory: str | Folder, step: int) -> None:
+    """Deletes a checkpoint or what is left of one, manifest first; files that are not ours stay."""
+    folder = _step_folder(run_directory, step)
+    folder.remove(MANIFEST)
+    for name in folder.names():
+        if SHARD_NAME.fullmatch(name) or name.endswith(PARTIAL):
+            folder.remove(name)
+    folder.remove_if_empty()
+
+
+def prune(run_directory: str | Folder, keep: int | None) -> list[int]:
+    """Deletes all but the newest `keep` checkpoints (None keeps all); returns the deleted steps."""
+    old = steps(run_directory)[:-keep] if keep is not None else []
+    for step in old:
+        remove(run_directory, step)
+    return old
+
+
+def clean(run_directory: str | Folder) -> list[int]:
+    """Deletes leftovers of unfinished saves and returns their steps. Only for the driver, while no rank saves."""
+    names = open_folder(run_directory).child("checkpoints").names()
+    whole = set(steps(run_directory))
+    unfinished = sorted(n for name in names if (m := _STEP.fullmatch(name)) and (n := int(m[1])) not in whole)
+    for step in unfinished:
+        remove(run_directory, step)
+    return unfinished
