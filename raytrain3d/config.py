@@ -280,10 +280,11 @@ class DataConfig:
     path: str
     """Directory of Arrow token shards."""
     text: tuple[str, ...] = ()
-    """Text files, as glob patterns (`{stdlib}` stands for the Python standard library's directory). When given and
-    `path` does not exist yet, `train` prepares it from them first."""
+    """Text files, as glob patterns (`{stdlib}` stands for the Python standard library's directory; a pattern that
+    begins with `!` leaves out what it matches). When given and `path` does not exist yet, `train` prepares it from them
+    first."""
     tokenizer: str = "bytes"
-    """`bytes`, or the path of a `tokenizer.json`; used when preparing."""
+    """`bytes`, or the path of the `tokenizer.json` that `path` was or will be prepared with."""
     validation_fraction: float = 0.05
     """Share of documents held out for validation when preparing."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from raytrain3d.config import JobConfig
 from raytrain3d.data.manifest import SPLITS, DatasetManifest, ShardRecord, read_manifest
-from raytrain3d.data.tokenizer import fingerprint
+from raytrain3d.data.tokenizer import BYTES, TOKENIZER, fingerprint
 from raytrain3d.data.tokens import checksum, open_shard
 from raytrain3d.errors import DataError
 
@@ -19,36 +19,38 @@ the nodes, which read in parallel."""
 
 def check_data(config: JobConfig) -> None:
     """Raises DataError when training cannot start on `data.path`. Reads the tokens only of datasets up to 1 GiB."""
-    manifest = read_manifest(config.data.path)
-    check_samples(config, manifest)
     directory = Path(config.data.path)
+    manifest = read_manifest(directory)
+    _check_tokenizer(config, manifest)
+    check_samples(config, manifest)
     size = sum(_size(directory, shard) for split in SPLITS for shard in manifest.shards(split))
     if size <= DRIVER_BYTES:
         verify_shards(config)
 
 
 def check_samples(config: JobConfig, manifest: DatasetManifest) -> None:
-    """Raises DataError when vocabulary, tokenizer or sizes do not fit the job. Reads no shard."""
-    _check_vocabulary(config, manifest)
-    sequence = config.train.sequence
-    for split in SPLITS:
-        tokens = manifest.tokens(split)
-        if tokens < sequence + 1:
-            raise DataError(f"data.path is '{config.data.path}': its {split} split has {tokens} tokens in "
-                            f"{manifest.documents(split)} documents, one sample needs train.sequence + 1 = "
-                            f"{sequence + 1}: prepare more text, lower train.sequence"
-                            + (" or raise data.validation_fraction" if split == "validation" else ""))
-
-
-def _check_vocabulary(config: JobConfig, manifest: DatasetManifest) -> None:
-    path, given, made = config.data.path, config.data.tokenizer, manifest.tokenizer
-    if fingerprint(given) != made.fingerprint:
-        raise DataError(f"data.path is '{path}': made with tokenizer '{made.name}' ({made.fingerprint[:12]}), but "
-                        f"data.tokenizer is '{given}': set data.tokenizer to the one it was made with, or prepare the "
-                        "data again into another directory")
-    if manifest.vocabulary > config.model.vocabulary:
+    """Raises DataError when vocabulary or sizes do not fit the job. Reads nothing."""
+    path, vocabulary, sequence = config.data.path, config.model.vocabulary, config.train.sequence
+    if manifest.vocabulary > vocabulary:
         raise DataError(f"data.path is '{path}': its vocabulary has {manifest.vocabulary} token ids, but "
-                        f"model.vocabulary is {config.model.vocabulary}: set it to at least {manifest.vocabulary}")
+                        f"model.vocabulary is {vocabulary}: set it to at least {manifest.vocabulary}")
+    for split in SPLITS:
+        tokens, documents = manifest.tokens(split), manifest.documents(split)
+        if tokens < sequence + 1:
+            raise DataError(f"data.path is '{path}': its {split} split has {tokens} tokens in {documents} documents, "
+                            f"one sample needs {sequence + 1} (train.sequence + 1): prepare more text"
+                            + (", raise data.validation_fraction" if split == "validation" else "")
+                            + " or lower train.sequence")
+
+
+def _check_tokenizer(config: JobConfig, manifest: DatasetManifest) -> None:
+    path, given, made = config.data.path, config.data.tokenizer, manifest.tokenizer
+    copy = made.name if made.name == BYTES else Path(path) / TOKENIZER
+    right = f"data.path '{path}' was made with '{made.name}': set data.tokenizer to '{copy}'"
+    if given != BYTES and not Path(given).is_file():
+        raise DataError(f"data.tokenizer is '{given}': no such file; {right}")
+    if fingerprint(given) != made.fingerprint:
+        raise DataError(f"data.tokenizer is '{given}', but {right}, or prepare the data again into another directory")
 
 
 def verify_shards(config: JobConfig) -> None:

@@ -86,6 +86,7 @@ def _write(directory: Path, documents: Sequence[tuple[Document, Split]], tokeniz
     manifest = DatasetManifest(vocabulary=tokenizer.vocabulary, tokenizer=tokenizer.record, skipped=skipped,
                                train=writers["train"].finish(), validation=writers["validation"].finish())
     manifest = replace(manifest, bigram_entropy=_entropy(directory, manifest))
+    tokenizer.save(directory)
     write_manifest(directory, manifest)
     return manifest
 

@@ -4,6 +4,7 @@ A tokenizer yields a document piece by piece, so that a large text file needs no
 stands after each document.
 """
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ from raytrain3d.data.tokens import Tokens, checksum, token_type
 from raytrain3d.errors import DataError
 
 BYTES = "bytes"
+TOKENIZER = "tokenizer.json"
+"""Name of a dataset's own copy of the tokenizer that made it."""
 _CHUNK_BYTES = 1 << 20
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
@@ -29,6 +32,9 @@ class Tokenizer(Protocol):
     def encode(self, file: Path) -> Iterator[Tokens]:
         """The tokens of a text file without the end of document, in pieces. UnicodeDecodeError where it cannot."""
 
+    def save(self, directory: Path) -> None:
+        """Leaves in a dataset directory what is needed to use it without the original file."""
+
 
 class ByteTokenizer:
     """Ids 0 to 255 are bytes, 256 ends a document. Takes any file."""
@@ -42,12 +48,16 @@ class ByteTokenizer:
             while chunk := stream.read(_CHUNK_BYTES):
                 yield np.frombuffer(chunk, np.uint8).astype(token_type(self.vocabulary))
 
+    def save(self, directory: Path) -> None:
+        """Nothing: the tokenizer is built in."""
+
 
 class JsonTokenizer:
     """A `tokenizer.json`. The end of document is its end-of-text token, or one id past its vocabulary if it has none.
     """
 
     def __init__(self, file: str) -> None:
+        self._file = file
         self._tokenizer = _load(file)
         ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         largest = max(ids.values(), default=0)
@@ -59,6 +69,10 @@ class JsonTokenizer:
         text = file.read_bytes().decode("utf-8")
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         yield np.array(ids, dtype=token_type(self.vocabulary))
+
+    def save(self, directory: Path) -> None:
+        """A copy of the file, equal in every byte."""
+        shutil.copyfile(self._file, directory / TOKENIZER)
 
 
 def open_tokenizer(name: str) -> Tokenizer:
