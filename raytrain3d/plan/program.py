@@ -6,6 +6,7 @@ the op that made the data and receives right before the op that needs it, and `p
 deadlock for the result, whatever made it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -99,10 +100,11 @@ def prove(programs: Programs) -> None:
         for i in range(max(len(sends), len(receives))):
             send = sends[i] if i < len(sends) else None
             receive = receives[i] if i < len(receives) else None
-            if send is None or receive is None or _matching(send) != receive:
+            if send is None or receive is None or receive_of(send) != receive:
                 raise PlanError(f"channel {channel}: message {i} is sent by {send or 'no op'} but received by "
                                 f"{receive or 'no op'}")
-    _run_without_cost(programs)
+    for _ in in_order(programs):
+        pass
 
 
 def _messages(programs: Programs, kinds: dict[Kind, Kind]) -> dict[Channel, list[Op]]:
@@ -115,22 +117,28 @@ def _messages(programs: Programs, kinds: dict[Kind, Kind]) -> dict[Channel, list
     return found
 
 
-def _matching(send: Op) -> Op:
+def receive_of(send: Op) -> Op:
+    """The receive that takes what `send` sends."""
     step = 1 if send.kind is Kind.SEND_FORWARD else -1
     return Op(SENDS[send.kind], send.stage + step, send.micro_batch)
 
 
-def _run_without_cost(programs: Programs) -> None:
+def in_order(programs: Programs) -> Iterator[tuple[int, Op]]:
+    """Every op with its rank, each after what it waits for: a send is free to leave, a receive needs its message.
+
+    PlanError naming the op at which each rank is stuck if the programs wait for each other.
+    """
     at = [0] * len(programs.ops)
-    arrived: set[Op] = set()
+    sent: set[Op] = set()
     moved = True
     while moved:
         moved = False
         for rank, ops in enumerate(programs.ops):
-            while at[rank] < len(ops) and (ops[at[rank]].kind not in RECEIVES or ops[at[rank]] in arrived):
+            while at[rank] < len(ops) and (ops[at[rank]].kind not in RECEIVES or ops[at[rank]] in sent):
                 op = ops[at[rank]]
                 if op.kind in SENDS:
-                    arrived.add(_matching(op))
+                    sent.add(receive_of(op))
+                yield rank, op
                 at[rank] += 1
                 moved = True
     stuck = [f"rank {rank} at {ops[at[rank]]}" for rank, ops in enumerate(programs.ops) if at[rank] < len(ops)]

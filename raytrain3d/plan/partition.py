@@ -1,0 +1,108 @@
+"""Layers to stages: contiguous, every layer on exactly one stage, every stage with at least one layer.
+
+The slowest stage sets the pace of a pipeline, so a split is chosen for the least cost of its slowest stage, exactly, by
+dynamic programme. Among those the most even one wins (least sum of squares), and what is still equal goes to the split
+with fewer layers on earlier stages, which hold the activations of more micro-batches.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+
+from raytrain3d.config import JobConfig
+from raytrain3d.errors import PlanError
+from raytrain3d.plan.cost import layer_costs
+from raytrain3d.plan.params import ModelSpec
+
+Stages = tuple[tuple[int, int], ...]
+"""Stage -> (first layer, one past the last)."""
+
+RESOLUTION = 2**40
+"""Costs are compared as whole numbers of total / RESOLUTION, so that equal costs are equal whatever their rounding."""
+
+
+def partition(config: JobConfig, spec: ModelSpec) -> Stages:
+    """Stages as `pipeline.layers` or else `pipeline.partition` wants them."""
+    num_layers, num_stages = len(spec.layers), config.mesh.pipeline
+    if config.pipeline.layers is not None:
+        return split_by_counts(config.pipeline.layers, num_layers)
+    match config.pipeline.partition:
+        case "uniform":
+            return split_evenly(num_layers, num_stages)
+        case "parameters":
+            return split_by_cost(_parameters(spec), num_stages)
+        case "flops":
+            return split_by_cost([cost.total for cost in layer_costs(config, spec)], num_stages)
+
+
+def _parameters(spec: ModelSpec) -> list[int]:
+    """By layer; both ends hold a tied weight."""
+    tied = spec.tied.num_parameters if spec.tied is not None else 0
+    return [layer.num_parameters + (tied if layer.kind != "block" else 0) for layer in spec.layers]
+
+
+def split_by_counts(counts: Sequence[int], num_layers: int) -> Stages:
+    """Stages with the given numbers of layers. PlanError unless they are at least 1 and add up to `num_layers`."""
+    if min(counts, default=0) < 1 or sum(counts) != num_layers:
+        raise PlanError(f"stages of {list(counts)} layers do not hold {num_layers} layers with at least one each")
+    return tuple(pairwise(accumulate(counts, initial=0)))
+
+
+def split_evenly(num_layers: int, num_stages: int) -> Stages:
+    """Equal counts; the first stages take the remainder (the embedding there costs next to nothing)."""
+    quotient, remainder = divmod(num_layers, num_stages)
+    return split_by_counts([quotient + (stage < remainder) for stage in range(num_stages)], num_layers)
+
+
+def split_by_cost(costs: Sequence[float], num_stages: int) -> Stages:
+    """The contiguous split with the least cost of the slowest stage.
+
+    costs: one per layer, at least 0, in any one unit: FLOPs, parameters or measured seconds.
+    """
+    num_layers, total = len(costs), float(sum(costs))
+    if not 1 <= num_stages <= num_layers:
+        raise PlanError(f"{num_layers} layers cannot be split over {num_stages} stages: every stage keeps at least one")
+    if min(costs) < 0:
+        raise PlanError(f"layer costs must be at least 0, one is {min(costs)}")
+    units = [round(cost / total * RESOLUTION) if total else 0 for cost in costs]
+    before = list(accumulate(units, initial=0))
+    limit = _least_maximum(before, num_stages)
+    return _most_even(before, num_stages, limit)
+
+
+def _least_maximum(before: list[int], num_stages: int) -> int:
+    """Least cost of the slowest stage. `before[i]` is the cost of layers [0, i)."""
+    num_layers = len(before) - 1
+    best = before[:]  # by number of layers taken from the front, on one stage
+    for stage in range(2, num_stages + 1):
+        best = [0] * stage + [min(max(best[first], before[end] - before[first]) for first in range(stage - 1, end))
+                              for end in range(stage, num_layers + 1)]
+    return best[num_layers]
+
+
+def _most_even(before: list[int], num_stages: int, limit: int) -> Stages:
+    """The split of least sum of squares with no stage above `limit`."""
+    num_layers = len(before) - 1
+
+    @cache
+    def best(first: int, stages: int) -> tuple[int, int] | None:
+        """(sum of squares, end of the first stage) for layers [first, num_layers) on `stages`; None: impossible."""
+        if stages == 1:
+            cost = before[num_layers] - before[first]
+            return (cost**2, num_layers) if cost <= limit else None
+        found: tuple[int, int] | None = None
+        for end in range(first + 1, num_layers - stages + 2):
+            cost = before[end] - before[first]
+            if cost > limit:
+                break
+            rest = best(end, stages - 1)
+            if rest is not None and (found is None or cost**2 + rest[0] < found[0]):
+                found = (cost**2 + rest[0], end)
+        return found
+
+    ends = [0]
+    for stages in range(num_stages, 0, -1):
+        split = best(ends[-1], stages)
+        assert split is not None, "the least maximum is reached by some split"
+        ends.append(split[1])
+    return tuple(pairwise(ends))

@@ -1,0 +1,86 @@
+"""Runs lowered programs against the cost of each op: timeline, idle share, peak of activations in flight.
+
+A send leaves at once and costs its rank nothing; its message arrives one hop later; a receive waits for it. Idle share
+has two definitions that are often mixed up, so both are given, named: of wall time (share of the step in which a rank
+does not compute) and of ideal time (idle over computing time; (p - 1) / m for GPipe and 1F1B with equal stages).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from raytrain3d.plan.program import RECEIVES, SENDS, Programs, in_order, receive_of
+from raytrain3d.plan.schedule import Kind, Op
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """One op in time, in seconds from the start of the step."""
+
+    op: Op
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """A simulated step."""
+
+    spans: tuple[tuple[Span, ...], ...]
+    """Compute ops by rank, in order."""
+    peak_in_flight: tuple[int, ...]
+    """By rank: most micro-batches (of one stage each) that wait for their backward at a time."""
+
+    @property
+    def makespan(self) -> float:
+        """Seconds until the last rank is done."""
+        return max((spans[-1].end for spans in self.spans if spans), default=0.0)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds of compute by rank."""
+        return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
+
+    @property
+    def idle_of_wall(self) -> tuple[float, ...]:
+        """By rank: idle over wall time, 0 to 1."""
+        return tuple(idle_of_wall(busy, self.makespan) for busy in self.busy)
+
+    @property
+    def idle_of_ideal(self) -> tuple[float, ...]:
+        """By rank: idle over computing time, 0 and up."""
+        return tuple(self.makespan / busy - 1 if busy else 0.0 for busy in self.busy)
+
+
+def idle_of_wall(busy: float, wall: float) -> float:
+    """Share of `wall` (rank-seconds) that is not `busy`; 0 for an empty step."""
+    return 1 - busy / wall if wall else 0.0
+
+
+def simulate(programs: Programs, seconds: Callable[[Op], float], *, hop_s: float = 0.0) -> Timeline:
+    """Time every op. seconds: cost of a compute op; hop_s: from the end of a send to its message's arrival.
+
+    PlanError if the programs wait for each other.
+    """
+    clocks = [0.0] * len(programs.ops)
+    spans: list[list[Span]] = [[] for _ in programs.ops]
+    arrivals: dict[Op, float] = {}
+    for rank, op in in_order(programs):
+        if op.kind in RECEIVES:
+            clocks[rank] = max(clocks[rank], arrivals[op])
+        elif op.kind in SENDS:
+            arrivals[receive_of(op)] = clocks[rank] + hop_s
+        else:
+            start, clocks[rank] = clocks[rank], clocks[rank] + seconds(op)
+            spans[rank].append(Span(op=op, start=start, end=clocks[rank]))
+    return Timeline(spans=tuple(map(tuple, spans)), peak_in_flight=tuple(map(_peak, programs.ops)))
+
+
+def _peak(ops: tuple[Op, ...]) -> int:
+    """Most forwards ahead of their backwards. Without any backward (evaluation) nothing is kept."""
+    if not any(op.kind is Kind.BACKWARD for op in ops):
+        return 0
+    now = peak = 0
+    for op in ops:
+        now += (op.kind is Kind.FORWARD) - (op.kind is Kind.BACKWARD)
+        peak = max(peak, now)
+    return peak

@@ -1,0 +1,80 @@
+"""The plan as text: what a person reads before the job starts."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from raytrain3d.plan.memory import Memory
+
+if TYPE_CHECKING:
+    from raytrain3d.plan.plan import Plan
+
+
+def plan_table(plan: "Plan") -> str:
+    """Summary lines, then one row for each stage."""
+    lines = [f"{name:<10}{text}" for name, text in _summary(plan)]
+    kinds = [field.name for field in fields(Memory) if any(getattr(e.memory, field.name) for e in plan.estimates)]
+    slowest = max(e.forward_flops + e.backward_flops for e in plan.estimates)
+    rows = [["stage", "layers", "params/rank", "work", "in flight", *kinds, "total"]]
+    for stage, e in enumerate(plan.estimates):
+        work = (e.forward_flops + e.backward_flops) / slowest
+        rows.append([str(stage), layer_names(plan.layers_of(stage), plan.num_layers), amount(e.parameters),
+                     f"{work:.0%}", str(e.peak_in_flight), *(size(getattr(e.memory, kind)) for kind in kinds),
+                     size(e.memory.total)])
+    note = "Sizes are estimated memory of one rank; work is FLOPs against the slowest stage."
+    return "\n".join([*lines, "", *_aligned(rows), "", note])
+
+
+def _summary(plan: "Plan") -> list[tuple[str, str]]:
+    mesh, shares = plan.mesh, plan.shares
+    per_replica = str(shares[0]) if min(shares) == max(shares) else f"{min(shares)} to {max(shares)}"
+    axes = f"data {mesh.data} x pipeline {mesh.pipeline} x tensor {mesh.tensor}"
+    samples = counted(sum(shares) * plan.micro_batch, "sample")
+    micro_batches = f"{counted(sum(shares), 'micro-batch')} of {counted(plan.micro_batch, 'sample')}"
+    return [
+        ("mesh", f"{axes} = {counted(mesh.size, 'rank')} on {plan.device}"),
+        ("placement", f"{counted(mesh.data, 'gang')}, {counted(mesh.pipeline, 'bundle')} of {plan.bundle} each"),
+        ("model", f"{amount(plan.num_parameters)} parameters, {plan.num_layers} layers"),
+        ("state", f"{plan.dtype}, sharding {plan.sharding}, recompute {plan.recompute}"),
+        ("batch", f"{samples} of {counted(plan.sequence, 'token')} = {plan.tokens_per_step:,} tokens a step"),
+        ("", f"{micro_batches}, {per_replica} a replica"),
+        ("schedule", plan.schedule),
+        ("idle", f"{plan.idle_share:.1%} of wall time ({plan.idle_of_ideal:.1%} of ideal time), predicted"),
+    ]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns to the right, layer names (the second) to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) if column == 1 else cell.rjust(width)
+                      for column, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows]
+
+
+def layer_names(layers: range, num_layers: int) -> str:
+    """`embedding, blocks 0-2` for layers 0 to 3."""
+    blocks = range(max(layers.start, 1) - 1, min(layers.stop, num_layers - 1) - 1)
+    parts = ["embedding"] if layers.start == 0 else []
+    if len(blocks) == 1:
+        parts.append(f"block {blocks[0]}")
+    elif blocks:
+        parts.append(f"blocks {blocks[0]}-{blocks[-1]}")
+    return ", ".join(parts + (["head"] if layers.stop == num_layers else []))
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `8 ranks`, `4 micro-batches`."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
+def amount(number: int) -> str:
+    """A count in thousands, millions or billions."""
+    for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= unit:
+            return f"{number / unit:.2f}{name}"
+    return str(number)
+
+
+def size(num_bytes: int) -> str:
+    """Bytes as MiB or GiB."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
