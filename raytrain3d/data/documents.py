@@ -38,7 +38,7 @@ def find_documents(patterns: Sequence[str]) -> list[Document]:
         elif not found:
             raise DataError(f"data.text has '{pattern}': no file matches {_expand(pattern)}")
         else:
-            base = _fixed_part(_expand(pattern))
+            base = _fixed_part(pattern)
             names = {file: file.relative_to(base).as_posix() for file in found} | names
     documents = sorted(Document(name=name, file=file) for file, name in names.items() if file not in left_out)
     if not documents:
@@ -72,7 +72,7 @@ def _match(pattern: str) -> list[Path]:
 
 
 def _fixed_part(pattern: str) -> Path:
-    """The directory in front of the first wildcard."""
+    """The directory in front of the first wildcard. Wildcards in the library's own path are plain letters."""
     parts = Path(pattern).parts
     plain = next((i for i, part in enumerate(parts) if glob.escape(part) != part), len(parts) - 1)
-    return Path(*parts[:plain])
+    return Path(str(Path(*parts[:plain])).replace("{stdlib}", sysconfig.get_path("stdlib")))

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
+import pyarrow as pa  # type: ignore[import-untyped]
 import pytest
 
 from raytrain3d.data.documents import assign_splits, find_documents
