@@ -2,6 +2,7 @@
 
 import os
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from raytrain3d.plan.params import Rectangle
 def _random_layout(rng: random.Random) -> dict[str, Any]:
     cuts = [0, *sorted(rng.sample(range(1, 4), rng.randrange(4))), 4]
     return {"tensor": rng.choice((1, 2, 4)), "data": rng.choice((1, 2, 3)), "sharded": rng.random() < 0.7,
-            "stages": [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]}
+            "stages": [range(a, b) for a, b in pairwise(cuts)]}
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -1,0 +1,100 @@
+"""Paths and URIs as folders, and the probe that finds an unusable one before any step."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from raytrain3d.checkpoint.storage import (
+    Folder,
+    LocalFolder,
+    RemoteFolder,
+    is_absolute,
+    join,
+    open_folder,
+    probe_directory,
+)
+from raytrain3d.errors import CheckpointError
+
+
+@pytest.fixture(params=["local", "remote"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    if request.param == "local":
+        return LocalFolder(str(tmp_path / "a" / "b"))
+    from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
+    return RemoteFolder(SubTreeFileSystem(str(tmp_path), LocalFileSystem()), "a/b")
+
+
+def _write(folder: Folder, name: str, data: bytes) -> None:
+    with folder.writing(name) as path:
+        Path(path).write_bytes(data)
+
+
+def test_a_file_appears_whole(folder: Folder, tmp_path: Path) -> None:
+    assert folder.names() == []
+    with folder.writing("x") as path:
+        Path(path).write_bytes(b"half")
+        assert "x" not in folder.names()
+    _write(folder, "x", b"new")
+    with folder.reading("x") as path:
+        assert Path(path).read_bytes() == b"new"
+    assert folder.names() == ["x"] == os.listdir(tmp_path / "a" / "b")
+
+
+def test_a_failed_write_leaves_what_was_there(folder: Folder) -> None:
+    _write(folder, "x", b"old")
+    with pytest.raises(RuntimeError), folder.writing("x") as path:
+        Path(path).write_bytes(b"half")
+        raise RuntimeError
+    with folder.reading("x") as path:
+        assert Path(path).read_bytes() == b"old"
+    assert folder.names() == ["x"]
+
+
+def test_removal(folder: Folder, tmp_path: Path) -> None:
+    _write(folder.child("c"), "x", b"1")
+    folder.child("c").remove_if_empty()
+    assert folder.names() == ["c"]
+    folder.child("c").remove("x")
+    folder.child("c").remove("x")
+    folder.child("c").remove_if_empty()
+    assert folder.names() == []
+
+
+def test_a_missing_file_is_named(folder: Folder) -> None:
+    with pytest.raises(CheckpointError, match=r"a/b/x is missing"), folder.reading("x"):
+        pass
+
+
+def test_probe_leaves_nothing(folder: Folder) -> None:
+    probe_directory(folder)
+    assert folder.names() == []
+
+
+def test_probe_names_an_unusable_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=rf"directory {tmp_path}/file/run is not usable: cannot write .*"
+                                              r"Not a directory. Choose another run.directory"):
+        probe_directory(str(tmp_path / "file" / "run"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_probe_names_a_directory_without_write_permission(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        probe_directory(str(tmp_path))
+    tmp_path.chmod(0o700)
+
+
+def test_probe_notices_a_file_that_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalFolder, "names", lambda _: [])
+    with pytest.raises(CheckpointError, match="is not listed there"):
+        probe_directory(str(tmp_path))
+
+
+def test_uris(tmp_path: Path) -> None:
+    assert open_folder(f"file://{tmp_path}/x%20y").path == f"{tmp_path}/x y"
+    with pytest.raises(CheckpointError, match="cannot open storage nowhere://bucket/x"):
+        open_folder("nowhere://bucket/x")
+    assert join("s3://bucket/runs/", "one", "checkpoints") == "s3://bucket/runs/one/checkpoints"
+    assert [is_absolute(x) for x in ("/a", "s3://b", "runs")] == [True, True, False]
