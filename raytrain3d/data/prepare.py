@@ -4,11 +4,11 @@ Memory holds one shard and one document piece, whatever the size of the text. Ev
 beside the wanted one, which gets its name only when whole: a killed preparation leaves nothing that looks like data.
 """
 
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from uuid import uuid4
 
 from raytrain3d.config import JobConfig
 from raytrain3d.data.bigram import LARGEST_VOCABULARY, bigram_entropy
@@ -47,7 +47,7 @@ def prepare(text: Sequence[str], path: str, tokenizer: str = "bytes", validation
     documents = find_documents(text)
     splits = assign_splits(documents, validation_fraction)
     made = open_tokenizer(tokenizer)
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    partial = target.with_name(f".{target.name}.partial-{uuid4().hex[:8]}")
     try:
         partial.mkdir(parents=True)
         manifest = _write(partial, list(zip(documents, splits, strict=True)), made, shard_tokens, progress)

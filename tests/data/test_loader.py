@@ -91,8 +91,8 @@ def test_resume_reads_what_the_unbroken_run_reads(job: Job, load: Callable[..., 
     assert [_rows(resumed.micro_batches(step)) for step in (4, 5, 5, 2)] == [steps[step] for step in (4, 5, 5, 2)]
 
 
-@pytest.mark.parametrize("samples", [1, 5, 7, 64])
-@pytest.mark.parametrize(("data", "micro_batch"), [(1, 1), (1, 3), (2, 2), (3, 4), (4, 6), (4, 1)])
+@pytest.mark.parametrize("samples", [1, 7, 64])
+@pytest.mark.parametrize(("data", "micro_batch"), [(1, 3), (2, 2), (3, 4), (4, 6)])
 def test_validation_in_every_layout(job: Job, load: Callable[..., Loader], dataset: tuple[Path, DatasetManifest],
                                     samples: int, data: int, micro_batch: int) -> None:
     config = job(micro_batch=micro_batch, evaluate=samples)

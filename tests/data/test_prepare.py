@@ -50,10 +50,13 @@ def test_same_text_elsewhere_gives_the_same_bytes(
 
 def test_shard_size_does_not_change_the_stream(
         corpus: Path, dataset: tuple[Path, DatasetManifest], tmp_path: Path) -> None:
-    manifest = prepare([f"{corpus}/**/*.txt"], str(tmp_path / "one"), "bytes", 0.2)
-    assert len(manifest.train) == 1
-    assert _tokens(tmp_path / "one", "train") == _tokens(dataset[0], "train")
-    assert manifest.bigram_entropy == dataset[1].bigram_entropy
+    for shard_tokens, at_least in ((1 << 22, 1), (97, 50)):
+        path = tmp_path / str(shard_tokens)
+        manifest = prepare([f"{corpus}/**/*.txt"], str(path), "bytes", 0.2, shard_tokens=shard_tokens)
+        assert len(manifest.train) >= at_least
+        assert _tokens(path, "train") == _tokens(dataset[0], "train")
+        assert manifest.documents("train") == dataset[1].documents("train")
+        assert manifest.bigram_entropy == dataset[1].bigram_entropy
 
 
 def test_documents_keep_bytes_that_are_not_text(tmp_path: Path) -> None:
