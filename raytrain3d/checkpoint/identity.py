@@ -41,13 +41,13 @@ def check_same_run(manifest: Manifest, where: str, config: JobConfig, data: str 
         theirs["the data's fingerprint"], ours["the data's fingerprint"] = manifest.data, data
     # A key that one side does not have yet is a newer feature, off by default.
     for key in (key for key in ours if key in theirs and theirs[key] != ours[key]):
-        raise CheckpointError(f"{where} belongs to another run: {key} is {theirs[key]!r} there and {ours[key]!r} in this "
-                              "configuration. Give this run another run.name or run.directory")
+        raise CheckpointError(f"{where} belongs to another run: {key} is {theirs[key]!r} there and {ours[key]!r} in "
+                              "this configuration. Give this run another run.name or run.directory")
     shapes = global_shapes(config)
     if manifest.parameters != shapes:
         name = next(n for n in manifest.parameters | shapes if manifest.parameters.get(n) != shapes.get(n))
-        raise CheckpointError(f"{where} holds another model: {name} has shape {manifest.parameters.get(name)} there and "
-                              f"{shapes.get(name)} in this configuration")
+        raise CheckpointError(f"{where} holds another model: {name} has shape {manifest.parameters.get(name)} there "
+                              f"and {shapes.get(name)} in this configuration")
 
 
 def _identity(config: dict[str, Any]) -> dict[str, Any]:

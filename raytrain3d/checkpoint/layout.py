@@ -117,7 +117,7 @@ def subtract(box: Rectangle, hole: Rectangle) -> list[Rectangle]:
 
 
 def cover(wanted: Rectangle, held: Iterable[Rectangle]) -> tuple[list[tuple[int, Rectangle]], list[Rectangle]]:
-    """How to fill `wanted` from boxes that may overlap each other: ((index into `held`, box to take), ...), missing boxes.
+    """How to fill `wanted` from boxes that may overlap: [(index into `held`, box to take), ...] and the missing boxes.
 
     The taken boxes are disjoint, the first holder wins, and with nothing missing they are exactly `wanted`.
     """

@@ -109,8 +109,8 @@ class Manifest:
                 entries = found.get((name, kind), [])
                 _, missing = cover(full_rectangle(shape), (entry.rectangle for entry in entries))
                 if missing and (entries or kind == "weight"):
-                    raise CheckpointError(f"{where} is incomplete: no rank wrote {kind} of {name} at {missing[0].offset}, "
-                                          f"shape {missing[0].shape}")
+                    raise CheckpointError(f"{where} is incomplete: no rank wrote {kind} of {name} at "
+                                          f"{missing[0].offset}, shape {missing[0].shape}")
 
 
 def checksum(data: bytes) -> str:

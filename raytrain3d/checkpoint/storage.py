@@ -214,7 +214,8 @@ def probe_directory(location: str | Folder) -> None:
         listed = name in folder.names()
         folder.remove(name)
     except CheckpointError as error:
-        raise CheckpointError(f"directory {folder.path} is not usable: {error}. Choose another run.directory") from error
+        raise CheckpointError(f"directory {folder.path} is not usable: {error}. "
+                              "Choose another run.directory") from error
     if not listed:
         raise CheckpointError(f"directory {folder.path} is not usable: a file just written is not listed there. "
                               "Choose another run.directory")

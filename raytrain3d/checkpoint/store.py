@@ -87,8 +87,8 @@ def read_into(directory: str | Folder, pieces: Sequence[Piece]) -> None:
     """Rank side: fills every piece's tensor from a checkpoint of any layout, bit for bit.
 
     Each needed file is verified once, and only the overlaps are read from it. Raises CheckpointError naming the file or
-    parameter when something is missing, damaged or of another dtype or shape; tensors may then be partly filled. Pass all
-    pieces of a rank in one call.
+    parameter when something is missing, damaged or of another dtype or shape; tensors may then be partly filled. Pass
+    all pieces of a rank in one call.
     """
     folder = open_folder(directory)
     manifest = read_manifest(folder)
@@ -130,8 +130,8 @@ def _check_fits(piece: Piece, manifest: Manifest, where: str) -> None:
         raise CheckpointError(f"{where} holds another model: it has no parameter {piece.name}")
     ends = tuple(at + n for at, n in zip(piece.rectangle.offset, piece.rectangle.shape, strict=True))
     if len(ends) != len(shape) or any(end > n for end, n in zip(ends, shape, strict=True)):
-        raise CheckpointError(f"{where} holds another model: {piece.name} has shape {shape} there, this model's reaches "
-                              f"to {ends}")
+        raise CheckpointError(f"{where} holds another model: {piece.name} has shape {shape} there, this model's "
+                              f"reaches to {ends}")
 
 
 def steps(run_directory: str | Folder) -> list[int]:

@@ -40,7 +40,9 @@ class Checkpoints:
         exact = torch.float32 if weight == torch.bfloat16 else weight
         kinds = {"weight": weight, "exp_avg": exact, "exp_avg_sq": exact}
         kinds |= {"master": exact} if weight == torch.bfloat16 else {}
-        return {(f"{state.name}.{p.name}", kind): torch.randn(p.shape, generator=generator, dtype=torch.float64).to(dtype)
+        def draw(shape: tuple[int, ...]) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+        return {(f"{state.name}.{p.name}", kind): draw(p.shape).to(dtype)
                 for state in model_spec(config.model, config.train, 1).states for p in state.params
                 for kind, dtype in kinds.items()}
 

@@ -22,11 +22,10 @@ def test_every_interval_is_cut_exactly_and_in_flat_order(shape: tuple[int, ...])
         for high in range(low, size + 1):
             boxes = interval_rectangles(shape, (0,) * len(shape), (low, high))
             assert len(boxes) <= {1: 1, 2: 3, 3: 5}[len(shape)]
-            read = [x for b in boxes for x in flat.view(shape)[b.rectangle.within(full_rectangle(shape))].flatten().tolist()]
-            assert read == list(range(low, high))
+            found = [flat.view(shape)[b.rectangle.within(full_rectangle(shape))] for b in boxes]
+            assert [x for part in found for x in part.flatten().tolist()] == list(range(low, high))
             shard = flat[low:high]
-            for b in boxes:
-                expected = flat.view(shape)[b.rectangle.within(full_rectangle(shape))]
+            for b, expected in zip(boxes, found, strict=True):
                 assert torch.equal(b.view(flat), expected)
                 assert torch.equal(b.view(shard, start=low), expected)
 

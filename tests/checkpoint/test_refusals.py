@@ -106,7 +106,8 @@ def test_parameter_not_covered(saved: str, reader: Any, refusal: Any) -> None:
 def test_other_model(saved: str, reader: Any, refusal: Any) -> None:
     piece = reader.pieces[0]
     renamed = replace(piece, name="blocks.7.mlp.up.weight")
-    assert "holds another model: it has no parameter blocks.7.mlp.up.weight" in refusal(lambda: read_into(saved, [renamed]))
+    assert "holds another model: it has no parameter blocks.7.mlp.up.weight" in refusal(
+        lambda: read_into(saved, [renamed]))
     larger = replace(piece, rectangle=Rectangle(offset=(0, 0), shape=(37, 25)), tensor=torch.zeros(37, 25))
     assert "embedding.tokens.weight has shape (37, 24) there, this model's reaches to (37, 25)" in refusal(
         lambda: read_into(saved, [larger]))

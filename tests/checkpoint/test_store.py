@@ -104,7 +104,8 @@ def test_only_a_manifest_makes_a_checkpoint(tmp_path: Path, checkpoints: Any) ->
     assert clean(run) == []
 
 
-def test_a_crash_while_writing_leaves_no_file(tmp_path: Path, checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_while_writing_leaves_no_file(tmp_path: Path, checkpoints: Any,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: int) -> None:
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(os, "fsync", fail)
@@ -137,7 +138,8 @@ def test_prune_keeps_the_newest_and_what_is_not_ours(tmp_path: Path, checkpoints
     note = tmp_path / "checkpoints" / "step-1" / "note.txt"
     note.write_text("mine")
     assert prune(run, 1) == [1, 2]
-    assert steps(run) == [10] and os.listdir(note.parent) == ["note.txt"] and not note.parent.with_name("step-2").exists()
+    assert steps(run) == [10] and os.listdir(note.parent) == ["note.txt"]
+    assert not note.parent.with_name("step-2").exists()
     remove(run, 10)
     assert newest(run) is None
 
