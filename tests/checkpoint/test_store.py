@@ -158,12 +158,12 @@ def test_commit_refuses_mixed_steps_and_missing_ranks(tmp_path: Path, checkpoint
     truth = checkpoints.truth(config)
     ranks = checkpoints.ranks(config, truth, tensor=2, data=1, stages=[range(4)], sharded=False)
     receipts = [write_shard(directory, i, rank.pieces, step=7, skipped_steps=[3]) for i, rank in enumerate(ranks)]
-    with pytest.raises(CheckpointError, match="rank 0 saved step 7 .*of step 8"):
+    with pytest.raises(CheckpointError, match=r"rank 0 saved step 7 .*of step 8"):
         commit(directory, 8, receipts, config=config)
     other = write_shard(directory, 1, ranks[1].pieces, step=7)
     with pytest.raises(CheckpointError, match="rank 1 saved step 7"):
         commit(directory, 7, [receipts[0], other], config=config)
-    with pytest.raises(CheckpointError, match="incomplete: no rank wrote weight of embedding.tokens.weight"):
+    with pytest.raises(CheckpointError, match=r"incomplete: no rank wrote weight of embedding.tokens.weight"):
         commit(directory, 7, receipts[:1], config=config)
     with pytest.raises(CheckpointError, match="incomplete"):
         commit(directory, 7, [], config=config)
