@@ -59,7 +59,8 @@ class Rectangle:
 
     def intersect(self, other: "Rectangle") -> "Rectangle | None":
         low = tuple(map(max, self.offset, other.offset))
-        ends = (min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True))
+        boxes = zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        ends = (min(a + m, b + n) for a, m, b, n in boxes)
         shape = tuple(end - start for start, end in zip(low, ends, strict=True))
         return Rectangle(offset=low, shape=shape) if all(n > 0 for n in shape) else None
 

@@ -117,15 +117,15 @@ def make_plan(config: JobConfig, *, device: str = "cpu") -> Plan:
     stages = partition(config, spec)
     shares = split_micro_batches(train.num_micro_batches, mesh.data)
     costs = _rank_costs(config, spec, stages)
-    timelines = [_timeline(config.pipeline.schedule, share, costs) for share in shares]
-    busy = sum(sum(timeline.busy) for timeline in timelines)
-    idle = idle_of_wall(busy, mesh.data * mesh.pipeline * max(timeline.makespan for timeline in timelines))
+    timelines = {share: _timeline(config.pipeline.schedule, share, costs) for share in set(shares)}
+    busy = sum(sum(timelines[share].busy) for share in shares)
+    idle = idle_of_wall(busy, mesh.data * mesh.pipeline * timelines[max(shares)].makespan)
     return Plan(
         mesh=mesh, schedule=config.pipeline.schedule, stages=stages, shares=shares, device=device,
         bundle=tensor_group_bundle(mesh, device=device, cpus_per_rank=config.placement.cpus_per_rank),
         micro_batch=train.micro_batch, sequence=train.sequence, dtype=train.dtype, sharding=train.sharding,
         recompute=train.recompute, num_parameters=spec.num_parameters,
-        estimates=_estimates(config, spec, stages, costs, timelines[0]),
+        estimates=_estimates(config, spec, stages, costs, timelines[max(shares)]),
         idle_share=idle, idle_of_ideal=idle / (1 - idle),
     )
 
