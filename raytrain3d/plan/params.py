@@ -43,7 +43,7 @@ class ParamSpec:
         if self.split is None:
             return self.shape
         part = -(-self.shape[self.split] // (tensor * self.multiple)) * self.multiple
-        return self.shape[: self.split] + (part,) + self.shape[self.split + 1 :]
+        return (*self.shape[: self.split], part, *self.shape[self.split + 1 :])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
