@@ -37,4 +37,4 @@ def dropout(x: Tensor, keys: DropoutKeys | None, layer: int, site: str, rate: fl
     """Inverted dropout of x: (samples, ...) -> the same shape."""
     if keys is None or rate == 0.0:
         return x
-    return x * keep_mask(keys, layer, site, rate, tuple(x.shape[1:]), x.device).to(x.dtype) / (1 - rate)
+    return x * keep_mask(keys, layer, site, rate, tuple(x.shape[1:]), x.device) / (1 - rate)

@@ -108,7 +108,7 @@ class Attention(nn.Module):
         probabilities = scores.masked_fill(~causal, -torch.inf).softmax(dim=-1)
         shape = (self._model.heads, sequence, sequence)
         keep = keep_mask(keys, self._layer, "attention", rate, shape, query.device)
-        own = keep[:, self.first_head : self.first_head + query.shape[1]].to(probabilities.dtype)
+        own = keep[:, self.first_head : self.first_head + query.shape[1]]
         return (probabilities * own / (1 - rate)) @ value
 
 

@@ -22,14 +22,14 @@ class _Enter(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.contiguous()
-        ctx.group.all_reduce(grad).wait()
+        ctx.group.reduce(grad)
         return grad, None
 
 
 class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        group.all_reduce(x).wait()  # in place: x is the fresh result of a product
+        group.reduce(x)  # in place: x is the fresh result of a product
         ctx.mark_dirty(x)
         return x
 
@@ -65,5 +65,5 @@ class ReduceValue:
         self._group, self._maximum = group, maximum
 
     def __call__(self, x: Tensor) -> Tensor:
-        self._group.all_reduce(x, maximum=self._maximum).wait()
+        self._group.reduce(x, maximum=self._maximum)
         return x

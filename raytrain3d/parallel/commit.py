@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from raytrain3d.parallel.groups import Group, Groups
+from raytrain3d.parallel.groups import Groups
 from raytrain3d.plan.mesh import Mesh
 
 
@@ -61,31 +61,8 @@ class CommitVector:
 
 def sum_over_all(values: Tensor, groups: Groups) -> None:
     """Replace `values` (float64, CPU) by its sum over all ranks, added in rank order, in place."""
-    _gather_sum(values, groups.gang)
+    groups.gang.gather_sum(values)
     if groups.leaders is not None:
-        _gather_sum(values, groups.leaders)
-        _return(values, groups.leaders)
-    _return(values, groups.gang)
-
-
-def _gather_sum(values: Tensor, group: Group) -> None:
-    if group.size == 1:
-        return
-    if group.index > 0:
-        group.send(values, 0).wait()
-        return
-    parts = [torch.empty_like(values) for _ in range(1, group.size)]
-    works = [group.receive(part, index) for index, part in enumerate(parts, start=1)]
-    for part, work in zip(parts, works, strict=True):
-        work.wait()
-        values += part
-
-
-def _return(values: Tensor, group: Group) -> None:
-    if group.size == 1:
-        return
-    if group.index > 0:
-        group.receive(values, 0).wait()
-        return
-    for work in [group.send(values, index) for index in range(1, group.size)]:
-        work.wait()
+        groups.leaders.gather_sum(values)
+        groups.leaders.send_back(values)
+    groups.gang.send_back(values)

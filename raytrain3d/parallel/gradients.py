@@ -32,7 +32,7 @@ class GradientReduction:
     def _start(self, state: LayerState) -> None:
         low, high = state.layout.partial_run
         if low < high:
-            self._groups.tensor.all_reduce(state.gradient[low:high]).wait()
+            self._groups.tensor.reduce(state.gradient[low:high])
         if state.sharded:
             self._works.append(self._groups.data.reduce_scatter(state.own_gradient, state.gradient))
         else:

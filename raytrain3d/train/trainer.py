@@ -36,7 +36,7 @@ class Trainer:
     def __init__(self, config: JobConfig, plan: Plan, rank: int, *, loader: Loader | None = None,
                  device: torch.device | None = None) -> None:
         torch.set_num_threads(config.placement.threads_per_rank)
-        self._config, self._plan, self._rank = config, plan, rank
+        self._config, self._plan, self.rank = config, plan, rank
         self._at = plan.mesh.coordinate(rank)
         self._device = device or torch.device(f"cuda:{torch.cuda.current_device()}" if plan.device == "gpu" else "cpu")
         self._spec = model_spec(config.model, config.train, plan.mesh.tensor)
@@ -65,7 +65,7 @@ class Trainer:
         """Join the driver's rendezvous store and make every process group of this rank."""
         timeout_s = self._config.network.timeout_s
         link = Link(join_store(host, port, timeout_s), generation, timeout_s)
-        self._groups = Groups(self._plan.mesh, self._rank, link, device=self._plan.device)
+        self._groups = Groups(self._plan.mesh, self.rank, link, device=self._plan.device)
         for layer in self.layers.values():
             apply_tensor_parallelism(layer, self._groups.tensor, heads=self._config.model.heads)
 
@@ -111,7 +111,7 @@ class Trainer:
         """Write this rank's shard of a checkpoint of step `step`; the receipt goes to the driver, which commits."""
         pieces = [piece for state in self.states.values() if self._saves(state) for piece in state.pieces()
                   if state.writes(piece)]
-        return write_shard(directory, self._rank, pieces, step=step)
+        return write_shard(directory, self.rank, pieces, step=step)
 
     def load(self, directory: str) -> None:
         """Fill weights and optimizer state from a checkpoint of any layout."""
@@ -206,7 +206,7 @@ class Trainer:
     def _report(self, n: int, agreed: Agreement, rate: float, run: PipelineRun, watch: Stopwatch) -> StepReport:
         forward, backward = dict(run.times.forward), dict(run.times.backward)
         return StepReport(
-            step=n, rank=self._rank, loss=agreed.loss, tokens=agreed.tokens, gradient_norm=agreed.gradient_norm,
+            step=n, rank=self.rank, loss=agreed.loss, tokens=agreed.tokens, gradient_norm=agreed.gradient_norm,
             learning_rate=rate, skipped=not agreed.finite, stop=agreed.stop, seconds=watch.total,
             compute_s=sum(forward.values()) + sum(backward.values()), data_wait_s=watch.laps["data_wait"],
             receive_wait_s=run.times.receive_wait, reduce_wait_s=watch.laps["reduce_wait"],

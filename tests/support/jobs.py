@@ -18,13 +18,13 @@ from raytrain3d.train.trainer import Trainer
 
 def small_job(*, model: dict[str, Any] | None = None, mesh: dict[str, int] | None = None,
               pipeline: dict[str, Any] | None = None, train: dict[str, Any] | None = None) -> JobConfig:
-    """Llama-shaped: 4 blocks, hidden 32, 8 heads, vocabulary 101; 8 samples of 16 tokens a step."""
-    shape: dict[str, Any] = {"vocabulary": 101, "hidden": 32, "blocks": 4, "heads": 8, "kv_heads": 4, "feed_forward": 64,
+    """Llama-shaped: 3 blocks, hidden 32, 8 heads, vocabulary 101; 4 samples of 16 tokens a step."""
+    shape: dict[str, Any] = {"vocabulary": 101, "hidden": 32, "blocks": 3, "heads": 8, "kv_heads": 4, "feed_forward": 64,
                              "initial_std": 0.1, "vocabulary_multiple": 4, **(model or {})}
     return JobConfig(
         run=RunConfig(name="test"), model=ModelConfig(**shape), mesh=MeshConfig(**(mesh or {})),
         pipeline=PipelineConfig(**(pipeline or {})), data=DataConfig(path="nowhere"),
-        train=TrainConfig(**{"steps": 20, "global_batch": 8, "micro_batch": 1, "sequence": 16, "dtype": "fp64",
+        train=TrainConfig(**{"steps": 20, "global_batch": 4, "micro_batch": 1, "sequence": 16, "dtype": "fp64",
                              **(train or {})}),
         learning_rate=LearningRateConfig(peak=3e-4, warmup=5))
 
@@ -87,11 +87,14 @@ class JobRunner:
     def __call__(self, config: JobConfig, steps: int = 20, *, before: Callable[[Trainer], None] | None = None,
                  after: Callable[[Trainer], Any] | None = None) -> list[tuple[list[StepReport], Any]]:
         """(reports, result of `after`) of every rank."""
+        return self.call(run_rank, config, steps, before, after)
+
+    def call(self, function: Callable[..., Any], config: JobConfig, *more: Any) -> list[Any]:
+        """function(config, plan, rank, port, generation, *more) on every rank of the job."""
         plan = make_plan(config)
         self._generation += 1
-        arguments = [(config, plan, rank, self._store.port, self._generation, steps, before, after)
-                     for rank in range(plan.mesh.size)]
-        return [run_rank(*arguments[0])] if plan.mesh.size == 1 else self._pool.run(run_rank, arguments)
+        arguments = [(config, plan, rank, self._store.port, self._generation, *more) for rank in range(plan.mesh.size)]
+        return [function(*arguments[0])] if plan.mesh.size == 1 else self._pool.run(function, arguments)
 
 
 def unsharded(config: JobConfig) -> JobConfig:

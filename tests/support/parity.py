@@ -53,11 +53,15 @@ def assemble(boxes: Boxes) -> dict[str, Tensor]:
     return whole
 
 
-def difference(tensor: Tensor, reference: Tensor) -> float:
-    """Norm of the difference over the reference's norm; absolute where the reference is zero."""
-    assert tensor.shape == reference.shape
-    size = reference.norm().item()
-    return (tensor - reference).norm().item() / (size if size > 1e-9 else 1.0)
+def check_close(kind: str, found: dict[str, Tensor], wanted: dict[str, Tensor], limit: float,
+                zero_below: float = 0.0) -> None:
+    """Norm of each difference over the reference's norm, or the difference itself where the reference is zero."""
+    assert found.keys() == wanted.keys()
+    for name, reference in wanted.items():
+        assert found[name].shape == reference.shape
+        size, off = reference.norm().item(), (found[name] - reference).norm().item()
+        ratio = off / size if size > zero_below else off
+        assert ratio <= limit, f"{kind} of {name} is off by {ratio}"
 
 
 class Reference:
@@ -95,11 +99,14 @@ def check_parity(run: JobRunner, reference: Reference, config: JobConfig) -> Non
         for value, wanted, what in ((report.loss, expected.loss, "loss"),
                                     (report.gradient_norm, expected.gradient_norm, "gradient norm")):
             assert abs(value - wanted) <= limit * abs(wanted), f"{what} of step {report.step}: {value} for {wanted}"
-    for kind, found, wanted_all in (("gradient", gradients, expected_gradients), ("weight", weights, expected_weights)):
-        assert found.keys() == wanted_all.keys()
-        for name, wanted_values in wanted_all.items():
-            off = difference(found[name], wanted_values)
-            assert off <= limit, f"{kind} of {name} is off by {off}"
+    # A key's bias shifts all scores of a query alike: its gradient is zero but for rounding, and Adam turns rounding
+    # into steps. So such gradients are compared absolutely and the parameters not at all; in FP32 the same holds for
+    # single elements of small gradients, so weights are compared in FP64 only.
+    zero = 1e-6 * max(report.gradient_norm for report in expected_reports)
+    check_close("gradient", gradients, expected_gradients, limit, zero)
+    if config.train.dtype == "fp64":
+        moved = {name: values for name, values in expected_weights.items() if expected_gradients[name].norm() > zero}
+        check_close("weight", {name: weights[name] for name in moved}, moved, limit)
 
 
 # The space of layouts. A case is one value of each factor.
@@ -159,7 +166,7 @@ def case_job(case: Case) -> JobConfig:
     data, pipeline, tensor = case["mesh"]
     layers = None
     if case["uneven"]:
-        layers = {2: (4, 2), 3: (1, 4, 1), 4: (1, 1, 3, 1)}[pipeline]
+        layers = {2: (4, 1), 3: (1, 3, 1), 4: (1, 1, 2, 1)}[pipeline]
     gpt2 = case["family"] == "gpt2"
     model = {"family": case["family"], "kv_heads": 8 if gpt2 else 4, "tied_embeddings": case["tied"],
              "dropout": case["dropout"], "attention_dropout": case["dropout"]}
