@@ -1,0 +1,245 @@
+"""The driver of one job: a loop over few states that is the only place that acts.
+
+Ranks run leases of steps by themselves; between leases, and about once a second meanwhile, the controller reads
+reports, shows and records them, and listens for a wish to stop. Nothing here depends on what the ranks run in.
+"""
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from raytrain3d.checkpoint.store import check_run, clean, commit, prune, step_directory
+from raytrain3d.config import JobConfig
+from raytrain3d.errors import ConfigError, RayTrain3DError
+from raytrain3d.gang.failure import diagnose
+from raytrain3d.gang.fleet import POLL_S, Fleet, FleetFailed
+from raytrain3d.gang.mailbox import Mailbox, Status, now
+from raytrain3d.gang.stop import StopFlag, StopRequested
+from raytrain3d.gang.worker import LeaseEnd, NodeFacts
+from raytrain3d.metrics.journal import Journal
+from raytrain3d.metrics.summary import StepSummary, summarize
+from raytrain3d.plan.plan import Plan
+
+DRAIN_S = 10.0
+"""Longest wait for the reports of a lease that has ended."""
+
+
+class State(enum.Enum):
+    """Where a job stands."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    RECOVERING = "recovering"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+class Store(Protocol):
+    """A rendezvous store that lives as long as the object."""
+
+    @property
+    def port(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What the controller works on."""
+
+    config: JobConfig
+    plan: Plan
+    directory: str
+    """Run directory."""
+    data: str | None
+    """Fingerprint of the token data."""
+    store_host: str
+    """Address of the driver's node."""
+    serve_store: Callable[[str, int], Store]
+    check_nodes: Callable[[Sequence[NodeFacts]], None]
+    """Raises ConfigError when the job cannot run on these nodes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """How a job ended when it did not fail."""
+
+    step: int
+    exit_code: int
+    stopped: str | None
+    """Who asked it to stop before its last step."""
+    validation_loss: float | None
+    checkpoint: str | None
+    """Directory of the newest checkpoint."""
+
+
+def lease_end(step: int, config: JobConfig) -> int:
+    """Last step of the lease that begins after `step`: the next decision point, `train.lease` steps away at most."""
+    intervals = [n for n in (config.evaluate.interval, config.checkpoint.interval) if n is not None]
+    return min([config.train.steps, step + config.train.lease, *((step // n + 1) * n for n in intervals)])
+
+
+class Controller:
+    """Runs a job on a fleet to its end."""
+
+    def __init__(self, job: Job, fleet: Fleet, *, stop: StopFlag, mailboxes: Sequence[Mailbox],
+                 journal: Journal) -> None:
+        self._job, self._config, self._fleet = job, job.config, fleet
+        self._stop, self._mailboxes, self._journal = stop, mailboxes, journal
+        self._state = State.STARTING
+        self._store: Store | None = None
+        self._step = 0
+        self._saved: int | None = None
+        self._validation_loss: float | None = None
+        self._last: StepSummary | None = None
+        self._error: RayTrain3DError | None = None
+
+    def run(self) -> Ending:
+        """Until the job has ended. Raises what ended it, if it failed: RankFailed naming the culprit, or an error that
+        says what to change."""
+        while True:
+            self._publish()
+            match self._state:
+                case State.STARTING:
+                    self._enter(self._start)
+                case State.RUNNING:
+                    self._enter(self._train_on)
+                case State.RECOVERING:
+                    self._state = State.FAILED
+                case State.FINISHED:
+                    return self._ending()
+                case State.FAILED:
+                    assert self._error is not None
+                    self._journal.event("failed", self._step, str(self._error))
+                    raise self._error
+
+    def _enter(self, act: Callable[[], State]) -> None:
+        """The state after `act`; what goes wrong in it decides otherwise."""
+        try:
+            self._state = act()
+        except StopRequested:
+            self._state = State.FINISHED
+        except FleetFailed as failed:
+            self._read_reports()
+            self._error = diagnose(failed.signs, self._job.plan.mesh, self._fleet.nodes)
+            self._state = State.RECOVERING
+        except RayTrain3DError as error:
+            self._error, self._state = error, State.FAILED
+
+    # Starting
+
+    def _start(self) -> State:
+        facts = self._fleet.facts()
+        self._job.check_nodes(facts)
+        nodes = sorted({fact.host for fact in facts})
+        self._journal.event("started", 0, f"{len(facts)} ranks on {', '.join(nodes)}", nodes=nodes)
+        self._fleet.probe(self._job.directory)
+        newest = self._find_checkpoint()
+        self._store = self._job.serve_store(self._job.store_host, self._config.network.store_port)
+        self._fleet.join(self._job.store_host, self._store.port, 0)
+        self._restore(newest)
+        if self._step < self._config.train.steps:
+            return State.RUNNING
+        self._journal.event("finished already", self._step, f"all {self._step} steps are done; evaluating only")
+        self._evaluate()
+        return State.FINISHED
+
+    def _find_checkpoint(self) -> int | None:
+        directory, config = self._job.directory, self._config
+        newest = check_run(directory, config, self._job.data)
+        clean(directory)
+        if newest is not None and not config.checkpoint.resume:
+            raise ConfigError(f"checkpoint.resume is False, but {directory} holds a checkpoint of step {newest}: "
+                              "remove it, or give another run.name")
+        if newest is not None and newest > config.train.steps:
+            raise ConfigError(f"train.steps is {config.train.steps}, but {directory} holds a checkpoint of step "
+                              f"{newest}: set train.steps to at least {newest}, or give another run.name")
+        return newest
+
+    def _restore(self, newest: int | None) -> None:
+        self._saved, self._step = newest, newest or 0
+        directory = None if newest is None else step_directory(self._job.directory, newest)
+        self._fleet.restore(directory, self._step)
+        self._journal.rewind(self._step)
+        if directory is not None:
+            self._journal.event("resumed", self._step, f"resumed from {directory}")
+
+    # Running
+
+    def _train_on(self) -> State:
+        """One lease, then what is due where it ended."""
+        self._step = self._run_lease(lease_end(self._step, self._config)).step
+        is_last = self._step == self._config.train.steps
+        if self._stop.reason is not None and not is_last:
+            self._read_reports(until=self._step)
+            self._journal.event("stopping", self._step, f"{self._stop.reason}: all ranks left after step {self._step}")
+            self._save()
+            return State.FINISHED
+        saves = is_last or self._is_due(self._config.checkpoint.interval)
+        evaluates = is_last or self._is_due(self._config.evaluate.interval)
+        if saves or evaluates:  # else what has not been read yet is read beside the next lease
+            self._read_reports(until=self._step)
+        if saves:
+            self._save()
+        if evaluates:
+            self._evaluate()
+        return State.FINISHED if is_last else State.RUNNING
+
+    def _run_lease(self, last: int) -> LeaseEnd:
+        lease = self._fleet.train(self._step + 1, last)
+        asked = False
+        while (end := self._fleet.wait(lease, POLL_S)) is None:
+            self._read_reports()
+            self._listen()
+            if self._stop.reason is not None and not asked:
+                self._fleet.request_stop()
+                asked = True
+        self._listen()
+        return end
+
+    def _is_due(self, interval: int | None) -> bool:
+        return interval is not None and self._step % interval == 0
+
+    def _save(self) -> None:
+        if self._saved == self._step:
+            return
+        directory = step_directory(self._job.directory, self._step)
+        receipts = self._fleet.save(directory, self._step)
+        commit(directory, self._step, receipts, config=self._config, data=self._job.data)
+        prune(self._job.directory, self._config.checkpoint.keep)
+        self._saved = self._step
+        self._journal.event("checkpoint", self._step, f"checkpoint {directory}", directory=directory)
+
+    def _evaluate(self) -> None:
+        report = self._fleet.evaluate()
+        self._validation_loss = report.loss
+        self._journal.event("validation", self._step, f"validation loss {report.loss:.4f} after step {self._step} "
+                            f"({report.tokens:,} tokens, {report.seconds:.1f} s)", loss=report.loss,
+                            tokens=report.tokens)
+
+    # What is read and told meanwhile
+
+    def _read_reports(self, until: int | None = None) -> None:
+        for reports in self._fleet.reports(until=until, limit_s=DRAIN_S if until is not None else 0.2):
+            self._last = summarize(reports, self._job.plan.mesh)
+            self._journal.step(self._last)
+        self._publish()
+
+    def _listen(self) -> None:
+        for mailbox in self._mailboxes:
+            if "stop" in mailbox.commands():
+                self._stop.ask("raytrain3d stop")
+
+    def _publish(self) -> None:
+        last = self._last
+        status = Status(run=self._config.run.name, state=self._state.value, num_steps=self._config.train.steps,
+                        step=self._step if last is None else max(last.step, self._step),
+                        loss=None if last is None else last.loss, seconds=None if last is None else last.seconds,
+                        tokens_per_s=None if last is None else last.tokens_per_s)
+        for mailbox in self._mailboxes:
+            mailbox.publish(now(status))
+
+    def _ending(self) -> Ending:
+        done = self._step == self._config.train.steps
+        return Ending(step=self._step, exit_code=0 if done else self._stop.exit_code,
+                      stopped=None if done else self._stop.reason, validation_loss=self._validation_loss,
+                      checkpoint=None if self._saved is None else step_directory(self._job.directory, self._saved))

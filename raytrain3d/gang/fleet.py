@@ -1,0 +1,201 @@
+"""All gangs of a job, through plain methods: each asks every rank, waits no longer than its limit, and says for what.
+
+A rank that dies or raises fails the wait at once. Then the others get a moment to report what they saw, so that the
+cause can be told from its consequences, and all signs leave together as FleetFailed.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from typing import TypeVar
+
+from raytrain3d.checkpoint.manifest import Receipt
+from raytrain3d.errors import RankFailed
+from raytrain3d.gang.failure import Sign, raised
+from raytrain3d.gang.handle import Gang, RankDied, RankRaised
+from raytrain3d.gang.reports import ReportReader
+from raytrain3d.gang.stop import StopFlag
+from raytrain3d.gang.worker import LeaseEnd, NodeFacts, RankWorker
+from raytrain3d.train.report import EvaluationReport, StepReport
+
+T = TypeVar("T")
+POLL_S = 1.0
+
+
+class FleetFailed(Exception):
+    """Some ranks died, raised or did not answer. `signs` in the order they were seen."""
+
+    def __init__(self, signs: Sequence[Sign]) -> None:
+        super().__init__(", ".join(f"rank {sign.rank} {sign.kind}" for sign in signs))
+        self.signs = tuple(signs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Longest waits, in seconds."""
+
+    start_s: float = 600.0
+    """Until a process answers, and for its probe of directories and data."""
+    work_s: float = 660.0
+    """For joining, an evaluation, and between two finished steps; above the ranks' own limit of one communication."""
+    storage_s: float = 3600.0
+    """For loading or saving a checkpoint."""
+    decisive_s: float = 2.0
+    """After a failure, for more signs when one that explains it is there."""
+    undecided_s: float = 8.0
+    """The same when ranks have only lost connections."""
+    close_s: float = 3.0
+    """For a rank to leave by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A run of steps under way on every rank."""
+
+    first: int
+    last: int
+    futures: Mapping[int, Future[LeaseEnd]]
+
+
+class Fleet:
+    """The ranks of a job, in rank order. `stop` may end the waits of starting, never those of saving."""
+
+    def __init__(self, gangs: Sequence[Gang], stop: StopFlag, limits: Limits) -> None:
+        self._ranks = sorted((handle for gang in gangs for handle in gang.ranks), key=lambda handle: handle.rank)
+        self._stop, self._limits = stop, limits
+        self._reader = ReportReader(self._ranks, after=0)
+
+    @property
+    def nodes(self) -> dict[int, str]:
+        """Rank -> name of its node."""
+        return {handle.rank: handle.node for handle in self._ranks}
+
+    def facts(self) -> list[NodeFacts]:
+        """Where every rank runs; returns when all processes have started."""
+        futures = {handle.rank: handle.call(RankWorker.facts) for handle in self._ranks}
+        return self._all("starting", futures, self._limits.start_s, may_stop=True)
+
+    def probe(self, run_directory: str) -> None:
+        """One rank of every node tries the run directory and reads all data shards."""
+        first = {handle.node: handle for handle in reversed(self._ranks)}
+        futures = {handle.rank: handle.call(RankWorker.probe, run_directory) for handle in first.values()}
+        self._all("probing run directory and data", futures, self._limits.start_s, may_stop=True)
+
+    def join(self, host: str, port: int, generation: int) -> None:
+        """Every rank makes its trainer and joins the groups of `generation`."""
+        futures = {handle.rank: handle.call(RankWorker.join, host, port, generation) for handle in self._ranks}
+        self._all("joining", futures, self._limits.work_s, may_stop=True)
+
+    def restore(self, directory: str | None, step: int) -> None:
+        """Every rank holds the state of `step`, from a checkpoint directory or fresh."""
+        futures = {handle.rank: handle.call(RankWorker.restore, directory, step) for handle in self._ranks}
+        self._all("loading", futures, self._limits.storage_s, may_stop=True)
+        self._reader = ReportReader(self._ranks, after=step)
+
+    def train(self, first: int, last: int) -> Lease:
+        """Start a lease; `wait` tells when it has ended."""
+        self._reader.heard = time.monotonic()
+        return Lease(first, last, {handle.rank: handle.call(RankWorker.train, first, last) for handle in self._ranks})
+
+    def wait(self, lease: Lease, limit_s: float) -> LeaseEnd | None:
+        """How the lease ended, or None when it is still running after `limit_s`."""
+        _, running = wait(lease.futures.values(), timeout=limit_s, return_when=FIRST_EXCEPTION)
+        if _failed(lease.futures):
+            raise self._failure(lease.futures, None)
+        if running:
+            self._check_silence(lease)
+            return None
+        ends = {future.result() for future in lease.futures.values()}
+        if len(ends) > 1:
+            raise RankFailed(f"ranks left the lease of steps {lease.first} to {lease.last} differently: {ends}", rank=0)
+        return ends.pop()
+
+    def reports(self, *, limit_s: float, until: int | None = None) -> list[tuple[StepReport, ...]]:
+        """Reports of all ranks for every step that all have newly reported. Waits `limit_s` at most: for one answer, or
+        until step `until` is among them."""
+        end = time.monotonic() + limit_s
+        whole = self._reader.poll(limit_s)
+        while until is not None and self._reader.reached < until and time.monotonic() < end:
+            whole += self._reader.poll(end - time.monotonic())
+        return whole
+
+    def request_stop(self) -> None:
+        """One rank is enough: its wish reaches all with the next commit."""
+        self._ranks[0].ask(RankWorker.request_stop)
+
+    def evaluate(self) -> EvaluationReport:
+        futures = {handle.rank: handle.call(RankWorker.evaluate) for handle in self._ranks}
+        return self._all("evaluating", futures, self._limits.work_s)[0]
+
+    def save(self, directory: str, step: int) -> list[Receipt]:
+        """Every rank writes its shard; in rank order."""
+        futures = {handle.rank: handle.call(RankWorker.save, directory, step) for handle in self._ranks}
+        return self._all("saving", futures, self._limits.storage_s)
+
+    def measure_links(self) -> list[dict[str, float]]:
+        futures = {handle.rank: handle.call(RankWorker.measure_links) for handle in self._ranks}
+        return self._all("measuring links", futures, self._limits.work_s, may_stop=True)
+
+    def measure_disk(self, directory: str) -> dict[str, float]:
+        """Node -> bytes a second of writing to `directory`."""
+        first = {handle.node: handle for handle in reversed(self._ranks)}
+        futures = {handle.rank: handle.call(RankWorker.measure_disk, directory) for handle in first.values()}
+        rates = self._all("writing a file", futures, self._limits.storage_s, may_stop=True)
+        nodes = self.nodes
+        return {nodes[rank]: rate for rank, rate in zip(sorted(futures), rates, strict=True)}
+
+    def leave(self) -> None:
+        """Let ranks leave their groups and close their files by themselves, as far as they do it in time."""
+        wait([handle.call(RankWorker.close) for handle in self._ranks], timeout=self._limits.close_s)
+
+    def _all(self, what: str, futures: Mapping[int, Future[T]], limit_s: float, *, may_stop: bool = False) -> list[T]:
+        """Results in rank order; FleetFailed when a rank fails or `limit_s` is over."""
+        end = time.monotonic() + limit_s
+        while True:
+            _, waiting = wait(futures.values(), timeout=min(POLL_S, limit_s), return_when=FIRST_EXCEPTION)
+            if _failed(futures):
+                raise self._failure(futures, what)
+            if not waiting:
+                return [futures[rank].result() for rank in sorted(futures)]
+            if may_stop:
+                self._stop.check()
+            if time.monotonic() > end:
+                silent = [rank for rank in sorted(futures) if not futures[rank].done()]
+                raise FleetFailed([Sign(rank=rank, kind="silent", cause=f"no answer in {limit_s:g} s", during=what)
+                                   for rank in silent])
+
+    def _check_silence(self, lease: Lease) -> None:
+        limit = self._limits.work_s
+        if time.monotonic() - self._reader.heard > limit:
+            raise FleetFailed([Sign(rank=rank, kind="silent", cause=f"no step finished in {limit:g} s",
+                                    step=self._reader.latest[rank] + 1)
+                               for rank in lease.futures if not lease.futures[rank].done()])
+
+    def _failure(self, futures: Mapping[int, Future[T]], what: str | None) -> FleetFailed:
+        """Collect signs until what happened is clear. what: absent while training."""
+        signs: dict[int, Sign] = {}
+        start = time.monotonic()
+        while True:
+            for rank in sorted(_failed(futures) - signs.keys()):
+                signs[rank] = self._sign(rank, futures[rank].exception(), what)
+            decided = any(sign.kind != "lost connection" for sign in signs.values())
+            limit = self._limits.decisive_s if decided else self._limits.undecided_s
+            waiting = [future for future in futures.values() if not future.done()]
+            if not waiting or time.monotonic() - start > limit:
+                return FleetFailed(list(signs.values()))
+            wait(waiting, timeout=0.1, return_when=FIRST_EXCEPTION)
+
+    def _sign(self, rank: int, error: BaseException | None, what: str | None) -> Sign:
+        if isinstance(error, RankRaised):
+            e = error.error
+            return raised(rank, e.kind, e.message, step=e.step, op=e.op, during=what, traceback=e.traceback)
+        if isinstance(error, RankDied):
+            step = self._reader.latest[rank] + 1 if what is None else None
+            return Sign(rank=rank, kind="died", cause=str(error), step=step, during=what)
+        raise AssertionError(f"rank {rank}: {error!r}") from error
+
+
+def _failed(futures: Mapping[int, Future[T]]) -> set[int]:
+    return {rank for rank, future in futures.items() if future.done() and future.exception() is not None}
+

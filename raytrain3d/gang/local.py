@@ -1,0 +1,162 @@
+"""Ranks without Ray: a process each on this machine, or the one rank of a mesh of one in a thread of the driver."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from raytrain3d.gang.failure import exit_cause
+from raytrain3d.gang.handle import RankDied, settle
+from raytrain3d.gang.worker import RankSettings, RankWorker
+from raytrain3d.metrics.logs import close_log
+
+P = ParamSpec("P")
+T = TypeVar("T")
+EXIT_WAIT_S = 5.0
+"""Longest wait for the exit code of a process whose connection has closed."""
+
+
+class LocalRank:
+    """A rank in a process of this machine, which ends with the driver."""
+
+    def __init__(self, settings: RankSettings, environment: Mapping[str, str]) -> None:
+        self.rank = settings.rank
+        self.node = socket.gethostname()
+        self._process, self._connection = _start(settings, environment)
+        self._waiting: dict[int, Future[Any]] = {}
+        self._count = 0
+        self._death: RankDied | None = None
+        self._lock = threading.Lock()
+        with suppress(OSError):  # it died at once: the reader says so
+            self._connection.send(settings)
+        self._reader = threading.Thread(target=self._read, name=f"rank {self.rank}", daemon=True)
+        self._reader.start()
+
+    @property
+    def process(self) -> int:
+        return self._process.pid
+
+    def call(self, method: Callable[Concatenate[RankWorker, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return self._request(True, method, args, kwargs)
+
+    def ask(self, method: Callable[Concatenate[RankWorker, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return self._request(False, method, args, kwargs)
+
+    def kill(self) -> None:
+        """End the process; returns when it is gone."""
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+
+    def _request(self, is_call: bool, method: Callable[..., Any], args: tuple[Any, ...],
+                 kwargs: Mapping[str, Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._death is not None:
+                future.set_exception(self._death)
+                return future
+            self._count += 1
+            self._waiting[self._count] = future
+            with suppress(OSError):  # it has just died: the reader fails the future
+                self._connection.send((self._count, is_call, method, args, dict(kwargs)))
+        return future
+
+    def _read(self) -> None:
+        try:
+            while True:
+                number, outcome = self._connection.recv()
+                with self._lock:
+                    future = self._waiting.pop(number)
+                settle(future, outcome)
+        except (EOFError, OSError):
+            self._died()
+
+    def _died(self) -> None:
+        try:
+            death = RankDied(exit_cause(self._process.wait(EXIT_WAIT_S)))
+        except subprocess.TimeoutExpired:
+            death = RankDied("it closed its connection to the driver")
+        with self._lock:
+            self._death, waiting = death, list(self._waiting.values())
+            self._waiting.clear()
+            self._connection.close()
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(death)
+
+
+def _start(settings: RankSettings, environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], Connection]:
+    """The child's process and our end of its connection. What it prints goes to the rank's log."""
+    ours, theirs = socket.socketpair()
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    variables = {**os.environ, **environment, "PYTHONPATH": path}
+    command = [sys.executable, "-m", "raytrain3d.gang.child", str(theirs.fileno())]
+    with theirs, open(_output(settings), "ab") as output:
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=variables, stdin=subprocess.DEVNULL,
+                                   stdout=output, stderr=output)
+    return process, Connection(ours.detach())
+
+
+def _output(settings: RankSettings) -> str:
+    if settings.log_directory is None:
+        return os.devnull
+    directory = Path(settings.log_directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    return str(directory / f"rank-{settings.rank:04d}.log")
+
+
+class LocalGang:
+    """Local processes of one replica."""
+
+    def __init__(self, settings: Sequence[RankSettings], environment: Mapping[str, str]) -> None:
+        self.ranks = tuple(LocalRank(each, environment) for each in settings)
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+
+
+class InlineRank:
+    """The only rank of a run, in a thread of the driver: for debugging."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        self.rank = settings.rank
+        self.node = socket.gethostname()
+        self._log = settings.open_log()
+        self._worker = RankWorker(settings)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank 0")
+
+    def call(self, method: Callable[Concatenate[RankWorker, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        answer: Future[T] = Future()
+        self._thread.submit(lambda: settle(answer, self._worker.run(method, *args, **kwargs)))
+        return answer
+
+    def ask(self, method: Callable[Concatenate[RankWorker, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        answer: Future[T] = Future()
+        settle(answer, method(self._worker, *args, **kwargs))
+        return answer
+
+    def kill(self) -> None:
+        """End after the step under way."""
+        self._worker.request_stop()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._worker.close()
+        close_log(self._log)
+
+
+class InlineGang:
+    """The gang of a mesh of one."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        self._rank = InlineRank(settings)
+        self.ranks = (self._rank,)
+
+    def kill(self) -> None:
+        self._rank.kill()

@@ -1,0 +1,39 @@
+"""Ranks in Ray actors, as a launcher. Call `connected` first."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from raytrain3d.gang.gang import node_capacities, ray_gangs
+from raytrain3d.gang.handle import Gang
+from raytrain3d.gang.launchers import Say
+from raytrain3d.gang.mailbox import Mailbox
+from raytrain3d.gang.ray_cluster import connected, node_address
+from raytrain3d.gang.ray_mailbox import RayMailbox
+from raytrain3d.gang.stop import StopFlag
+from raytrain3d.gang.worker import RankSettings
+
+__all__ = ["RayLauncher", "connected"]
+
+
+class RayLauncher:
+    """A placement group per gang, an actor per rank."""
+
+    @property
+    def num_gpus(self) -> int:
+        return int(sum(node.gpus for node in node_capacities()))
+
+    @property
+    def address(self) -> str:
+        return node_address()
+
+    @contextmanager
+    def mailbox(self, run: str) -> Iterator[Sequence[Mailbox]]:
+        mailbox = RayMailbox(run)
+        try:
+            yield (mailbox,)
+        finally:
+            mailbox.close()
+
+    def gangs(self, settings: Sequence[RankSettings], stop: StopFlag,
+              say: Say) -> AbstractContextManager[Sequence[Gang]]:
+        return ray_gangs(settings, stop, say)

@@ -1,0 +1,168 @@
+"""A job from its configuration to its exit code: `run_job` trains, `check_job` only tries everything out."""
+
+import hashlib
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TextIO
+
+from raytrain3d.config import JobConfig
+from raytrain3d.data.check import check_data
+from raytrain3d.data.manifest import SPLITS, read_manifest
+from raytrain3d.gang.check import CheckReport, check_fleet
+from raytrain3d.gang.controller import Controller, Ending, Job
+from raytrain3d.gang.fleet import Fleet, Limits
+from raytrain3d.gang.launchers import Launcher, open_launcher
+from raytrain3d.gang.mailbox import Mailbox, SocketMailbox
+from raytrain3d.gang.run_directory import RunDirectory, check_shared, with_absolute_paths
+from raytrain3d.gang.stop import StopFlag, StopRequested
+from raytrain3d.gang.worker import NodeFacts, RankSettings, TrainerFactory, make_trainer
+from raytrain3d.metrics.journal import Journal
+from raytrain3d.metrics.progress import Progress, make_progress
+from raytrain3d.metrics.records import Records
+from raytrain3d.parallel.groups import serve_store
+from raytrain3d.plan.plan import Plan, make_plan
+
+RANK_LIMIT_MARGIN_S = 60.0
+"""How much longer than the ranks' own limit of one communication the driver waits for them."""
+INTERRUPTED = 130
+
+
+def run_job(config: JobConfig, *, launcher: str, address: str | None = None, output: TextIO | None = None,
+            trainer: TrainerFactory = make_trainer) -> int:
+    """Train. Returns the exit code: 0 for a run that ended or was stopped through its mailbox, 143 after SIGTERM, 130
+    after Ctrl-C. Raises a RayTrain3DError for whatever went wrong; nothing is left running either way.
+
+    launcher: ray, local or inline. address: of the Ray cluster; default RAY_ADDRESS, the running one, or one of our
+    own. trainer: what a rank makes its trainer with.
+    """
+    absolute = with_absolute_paths(config)
+    check_data(absolute)
+    progress = make_progress(output or sys.stdout, config.train.steps)
+    try:
+        with open_launcher(launcher, config, address, progress.say) as opened:
+            return _train(_Run(absolute, config.run.directory, opened, progress, trainer))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        progress.close()
+
+
+def check_job(config: JobConfig, *, launcher: str, address: str | None = None, output: TextIO | None = None,
+              trainer: TrainerFactory = make_trainer) -> int:
+    """Start the gangs, try directories, data, links and disk, and end. Returns 0 when all is well, 1 with warnings."""
+    absolute = with_absolute_paths(config)
+    check_data(absolute)
+    progress = make_progress(output or sys.stdout, config.train.steps)
+    try:
+        with open_launcher(launcher, config, address, progress.say) as opened:
+            report = _check(_Run(absolute, config.run.directory, opened, progress, trainer))
+            progress.say(report.table())
+            return 1 if report.warnings else 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        progress.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    config: JobConfig
+    """With absolute paths."""
+    given_directory: str
+    """`run.directory` as the user wrote it."""
+    launcher: Launcher
+    progress: Progress
+    trainer: TrainerFactory
+
+    def make_plan(self) -> Plan:
+        return make_plan(self.config, device=_device(self.config, self.launcher))
+
+    def check_nodes(self, facts: Sequence[NodeFacts]) -> None:
+        check_shared(self.given_directory, {fact.address for fact in facts})
+
+    @contextmanager
+    def fleet(self, plan: Plan, logs: str | None, stop: StopFlag) -> Iterator[Fleet]:
+        settings = [RankSettings(config=self.config, plan=plan, rank=rank, address=self.launcher.address,
+                                 log_directory=logs, make_trainer=self.trainer,
+                                 device_index=rank if plan.device == "gpu" else None) for rank in range(plan.mesh.size)]
+        limits = replace(Limits(), work_s=self.config.network.timeout_s + RANK_LIMIT_MARGIN_S)
+        with self.launcher.gangs(settings, stop, self.progress.say) as gangs:
+            fleet = Fleet(gangs, stop, limits)
+            yield fleet
+            fleet.leave()
+
+
+def _device(config: JobConfig, launcher: Launcher) -> str:
+    if config.placement.device == "auto":
+        return "gpu" if launcher.num_gpus else "cpu"
+    return config.placement.device
+
+
+def _train(run: _Run) -> int:
+    config, progress = run.config, run.progress
+    plan, stop, directory = run.make_plan(), StopFlag(), RunDirectory(config)
+    progress.say(plan.table())
+    with stop.on_signals(), _mailboxes(run.launcher, directory, config.run.name) as mailboxes:
+        directory.claim(plan)
+        records = Records(directory.local)
+        try:
+            with run.fleet(plan, directory.logs, stop) as fleet:
+                job = Job(config=config, plan=plan, directory=directory.location, data=data_fingerprint(config),
+                          store_host=run.launcher.address, serve_store=serve_store, check_nodes=run.check_nodes)
+                ending = Controller(job, fleet, stop=stop, mailboxes=mailboxes,
+                                    journal=Journal(progress, records)).run()
+        except StopRequested as stopped:  # while waiting for capacity
+            progress.say(f"{stopped}: stopped before any rank started")
+            return stop.exit_code
+        finally:
+            records.close()
+            directory.upload_records()
+    progress.say(closing_text(ending, config, directory))
+    return ending.exit_code
+
+
+def _check(run: _Run) -> CheckReport:
+    plan, stop = run.make_plan(), StopFlag()
+    run.progress.say(plan.table())
+    with stop.on_signals(), run.fleet(plan, None, stop) as fleet:
+        store = serve_store(run.launcher.address, run.config.network.store_port)
+        return check_fleet(fleet, RunDirectory(run.config).location, run.launcher.address, store.port, run.check_nodes)
+
+
+@contextmanager
+def _mailboxes(launcher: Launcher, directory: RunDirectory, name: str) -> Iterator[list[Mailbox]]:
+    """Both kinds. ConfigError when the name or the directory is in use."""
+    with launcher.mailbox(name) as remote:
+        local = SocketMailbox(directory.local, name)
+        try:
+            yield [local, *remote]
+        finally:
+            local.close()
+
+
+def data_fingerprint(config: JobConfig) -> str:
+    """Equal exactly for data directories with equal tokens in equal shards."""
+    manifest = read_manifest(config.data.path)
+    checksums = [shard.checksum for split in SPLITS for shard in manifest.shards(split)]
+    return hashlib.sha256("\n".join(checksums).encode()).hexdigest()
+
+
+def closing_text(ending: Ending, config: JobConfig, directory: RunDirectory) -> str:
+    """How it went and where everything lies."""
+    lines = [f"stopped after step {ending.step} of {config.train.steps} ({ending.stopped}); the same command resumes it"
+             if ending.stopped is not None else f"finished: {ending.step} steps"]
+    if ending.validation_loss is not None:
+        lines.append(f"validation loss  {ending.validation_loss:.4f} nats a token")
+        entropy = read_manifest(config.data.path).bigram_entropy
+        if entropy is not None:
+            difference = entropy - ending.validation_loss
+            lines.append(f"bigram entropy   {entropy:.4f} nats: a token given only the one before; the model is "
+                         f"{abs(difference):.4f} {'below' if difference >= 0 else 'above'}")
+    lines.append(f"checkpoint       {ending.checkpoint or 'none'}")
+    lines.append(f"run directory    {directory.location}: config.yaml, plan.json, checkpoints/")
+    lines.append(f"records          {directory.local}: metrics.jsonl, events.jsonl, logs/")
+    return "\n".join(lines)
+
+

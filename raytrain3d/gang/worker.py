@@ -1,0 +1,231 @@
+"""What one rank does for the driver, whether it lives in a Ray actor, a plain process or a thread.
+
+A worker runs two kinds of requests. *Calls* come one after another in the thread that trains; *asks* (`reports`,
+`request_stop`) are answered by another thread meanwhile. An error leaves as plain data, and only after every reference
+to it is gone are the groups closed: a kept traceback would hold works of a group and let neighbours wait out the
+timeout.
+"""
+
+import gc
+import logging
+import os
+import socket
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+from raytrain3d.config import JobConfig
+from raytrain3d.metrics.logs import log_to_file
+from raytrain3d.plan.plan import Plan
+from raytrain3d.train.report import EvaluationReport, StepReport
+
+if TYPE_CHECKING:
+    from raytrain3d.checkpoint.manifest import Receipt
+    from raytrain3d.train.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+TrainerFactory = Callable[[JobConfig, Plan, int], "Trainer"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankError:
+    """An exception of a rank, as text."""
+
+    rank: int
+    kind: str
+    """Name of the exception's class."""
+    message: str
+    traceback: str
+    step: int | None
+    """The step under way, if it was training."""
+    op: str | None
+    """The op of the program under way, if one was."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeFacts:
+    """Where a rank runs."""
+
+    rank: int
+    host: str
+    address: str
+    device: str
+    """`cpu`, or name of the GPU."""
+    cpu_model: str
+    process: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaseEnd:
+    """How a lease ended on one rank."""
+
+    step: int
+    """Last step that this rank holds in full."""
+    stopped: bool
+    """Some rank was asked to stop: all left after this step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSettings:
+    """What a worker is made from; travels to wherever it runs."""
+
+    config: JobConfig
+    plan: Plan
+    rank: int
+    address: str
+    """Address of the rank's node."""
+    log_directory: str | None
+    """Absent: records go where the process's logging sends them."""
+    device_index: int | None
+    """Index of the rank's GPU among those the process sees; absent on CPU."""
+    make_trainer: TrainerFactory
+
+    def open_log(self) -> logging.Handler | None:
+        """Send this process's records to the rank's log file."""
+        if self.log_directory is None:
+            return None
+        stage = self.plan.mesh.coordinate(self.rank).pipeline
+        return log_to_file(Path(self.log_directory), self.rank, stage, self.config.run.log_level)
+
+
+def make_trainer(config: JobConfig, plan: Plan, rank: int) -> "Trainer":
+    """The real trainer. Imported late: until a rank joins, its process does not need torch."""
+    from raytrain3d.train.trainer import Trainer
+    return Trainer(config, plan, rank)
+
+
+class RankWorker:
+    """One rank: its trainer, its reports, its log. Made anywhere; the trainer is made in the thread of `join`."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        self._settings = settings
+        self._rank = settings.rank
+        self._trainer: Trainer | None = None
+        self._reports: deque[StepReport] = deque()
+        self._lock = threading.Lock()
+        self._step: int | None = None
+
+    def run(self, method: Callable[Concatenate["RankWorker", P], T], *args: P.args,
+            **kwargs: P.kwargs) -> T | RankError:
+        """Run a method of this class as a call; an exception becomes a RankError and all groups are closed."""
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as caught:  # noqa: BLE001 - the driver must hear of anything
+            error = self._describe(caught)
+        # Here the exception and its traceback are gone, and with them the works and groups they held.
+        logger.error("%s: %s\n%s", error.kind, error.message, error.traceback)
+        self.close()
+        gc.collect()
+        return error
+
+    # Calls, in the thread that trains.
+
+    def facts(self) -> NodeFacts:
+        index = self._settings.device_index
+        return NodeFacts(rank=self._rank, host=socket.gethostname(), address=self._settings.address,
+                         device="cpu" if index is None else gpu_name(index), cpu_model=cpu_model(), process=os.getpid())
+
+    def probe(self, run_directory: str) -> None:
+        """Once per node, before anything is trained: is the run directory usable, are the data shards whole?"""
+        from raytrain3d.checkpoint.storage import probe_directory
+        from raytrain3d.data.check import verify_shards
+        probe_directory(run_directory)
+        verify_shards(self._settings.config)
+
+    def join(self, host: str, port: int, generation: int) -> None:
+        """Make the trainer, then all groups of `generation` through the driver's store."""
+        if self._settings.device_index is not None:
+            import torch
+            torch.cuda.set_device(self._settings.device_index)
+        if self._trainer is None:
+            self._trainer = self._settings.make_trainer(self._settings.config, self._settings.plan, self._rank)
+        self._trainer.connect(host, port, generation)
+        logger.info("joined generation %d", generation)
+
+    def restore(self, directory: str | None, step: int) -> None:
+        """Hold the state of `step`: from a checkpoint directory, or fresh weights."""
+        if directory is None:
+            self._connected.initialize()
+        else:
+            self._connected.load(directory)
+        self._step = step
+        logger.info("holding step %d from %s", step, directory or "fresh weights")
+
+    def train(self, first: int, last: int) -> LeaseEnd:
+        """A lease: steps `first` to `last`, or until some rank was asked to stop."""
+        for n in range(first, last + 1):
+            self._step = n
+            report = self._connected.step(n)
+            with self._lock:
+                self._reports.append(report)
+            logger.debug("step %d loss %.6f in %.3f s", n, report.loss, report.seconds)
+            if report.stop:
+                return LeaseEnd(step=n, stopped=True)
+        return LeaseEnd(step=last, stopped=False)
+
+    def evaluate(self) -> EvaluationReport:
+        return self._connected.evaluate()
+
+    def save(self, directory: str, step: int) -> "Receipt":
+        return self._connected.save(directory, step)
+
+    def measure_links(self) -> dict[str, float]:
+        """Latency and bandwidth to neighbours, by link; see `Trainer.measure_links`."""
+        return self._connected.measure_links()
+
+    def measure_disk(self, directory: str) -> float:
+        """Bytes a second of writing to `directory`, synced."""
+        from raytrain3d.gang.measure import write_rate
+        return write_rate(directory, self._rank)
+
+    def close(self) -> None:
+        """Drop all groups, which wakes neighbours that wait on this rank. May be called again."""
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            trainer.close()
+
+    # Asks, from another thread, while a call is running.
+
+    def reports(self, after: int) -> list[StepReport]:
+        """Reports of steps beyond `after`; older ones are acknowledged by it and dropped."""
+        with self._lock:
+            while self._reports and self._reports[0].step <= after:
+                self._reports.popleft()
+            return list(self._reports)
+
+    def request_stop(self) -> None:
+        """All ranks leave their lease after the same step, the next one that commits."""
+        trainer = self._trainer
+        if trainer is not None:
+            trainer.request_stop()
+
+    @property
+    def _connected(self) -> "Trainer":
+        assert self._trainer is not None, "join() comes first"
+        return self._trainer
+
+    def _describe(self, error: Exception) -> RankError:
+        trainer = self._trainer
+        text = "".join(traceback.format_exception(error))
+        return RankError(rank=self._rank, kind=type(error).__name__, message=str(error), traceback=text,
+                         step=self._step, op=trainer.current_op if trainer is not None else None)
+
+
+def gpu_name(index: int) -> str:
+    import torch
+    return str(torch.cuda.get_device_name(index))
+
+
+def cpu_model() -> str:
+    """As the kernel names it; empty where it does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

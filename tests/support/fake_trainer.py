@@ -1,0 +1,126 @@
+"""A rank without a model: it steps in lock-step with the others over sockets, so that it fails as real ranks do.
+
+Rank 0 listens in the run's parent directory; each step every rank sends its flags there and receives the sum. What it does
+wrong, and when, is read from a `fault` file beside, so that a test can also ask for it in the middle of a run.
+"""
+
+import json
+import os
+import signal
+import time
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+
+from raytrain3d.checkpoint.layout import Piece
+from raytrain3d.checkpoint.manifest import Receipt
+from raytrain3d.checkpoint.store import read_manifest, write_shard
+from raytrain3d.config import JobConfig
+from raytrain3d.plan.plan import Plan
+from raytrain3d.train.report import EvaluationReport, StepReport
+
+FAULT = "fault.json"
+
+
+def set_fault(config: JobConfig, rank: int, step: int, kind: str) -> None:
+    """kind: exit, raise, connection, hang, join."""
+    path = Path(config.run.directory) / FAULT
+    path.with_suffix(".partial").write_text(json.dumps({"rank": rank, "step": step, "kind": kind}))
+    path.with_suffix(".partial").replace(path)
+
+
+class FakeTrainer:
+    """The methods of Trainer. A step takes the seconds that train.seed says, in hundredths."""
+
+    def __init__(self, config: JobConfig, plan: Plan, rank: int) -> None:
+        self._config, self._plan, self._rank = config, plan, rank
+        self._directory = Path(config.run.directory)
+        self._links: list[Connection] = []
+        self._stop_asked = False
+        self.current_op: str | None = None
+
+    def connect(self, host: str, port: int, generation: int) -> None:
+        self._fail(0)
+        address = f"/tmp/rt3d-fake-{port}.sock"
+        if self._rank == 0:
+            with Listener(address, "AF_UNIX", backlog=64) as listener:
+                self._links = [listener.accept() for _ in range(1, self._plan.mesh.size)]
+            return
+        end = time.monotonic() + 20
+        while not self._links:
+            try:
+                self._links = [Client(address, "AF_UNIX")]
+            except OSError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.02)
+
+    def initialize(self) -> None:
+        pass
+
+    def load(self, directory: str) -> None:
+        read_manifest(directory)
+
+    def step(self, n: int) -> StepReport:
+        start = time.perf_counter()
+        self.current_op = "0F0"
+        self._fail(n)
+        time.sleep(self._config.train.seed / 100)
+        stop = self._exchange(self._stop_asked)
+        seconds = time.perf_counter() - start
+        return StepReport(step=n, rank=self._rank, loss=5.0 / n, tokens=100, gradient_norm=1.0, learning_rate=1e-3,
+                          stop=stop, seconds=seconds, compute_s=seconds / 2, data_wait_s=0.0, receive_wait_s=0.0,
+                          reduce_wait_s=0.0, commit_wait_s=seconds / 2, optimizer_s=0.0, layer_forward_s={0: 0.1})
+
+    def evaluate(self) -> EvaluationReport:
+        self._exchange(False)
+        return EvaluationReport(loss=2.0, tokens=64, seconds=0.01)
+
+    def save(self, directory: str, step: int) -> Receipt:
+        return write_shard(directory, self._rank, self._pieces() if self._rank == 0 else [], step=step)
+
+    def measure_links(self) -> dict[str, float]:
+        return {"ms to rank 0": 0.1}
+
+    def request_stop(self) -> None:
+        self._stop_asked = True
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+        self._links = []
+
+    def _exchange(self, flag: bool) -> bool:
+        if self._rank == 0:
+            total = flag or any([link.recv() for link in self._links])
+            for link in self._links:
+                link.send(total)
+            return total
+        self._links[0].send(flag)
+        return bool(self._links[0].recv())
+
+    def _pieces(self) -> list[Piece]:
+        import torch
+
+        from raytrain3d.checkpoint.identity import global_shapes
+        from raytrain3d.checkpoint.layout import KINDS
+        from raytrain3d.plan.params import Rectangle
+        return [Piece(name=name, kind=kind, rectangle=Rectangle(offset=(0,) * len(shape), shape=shape),
+                      tensor=torch.zeros(shape))
+                for name, shape in global_shapes(self._config).items() for kind in KINDS if kind != "master"]
+
+    def _fail(self, step: int) -> None:
+        try:
+            fault = json.loads((self._directory / FAULT).read_text())
+        except OSError:
+            return
+        if (fault["rank"], fault["step"]) != (self._rank, step):
+            return
+        match fault["kind"]:
+            case "exit":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "raise":
+                raise MemoryError("no room for activations")
+            case "connection":
+                raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer")
+            case "hang":
+                time.sleep(1000)
