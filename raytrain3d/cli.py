@@ -1,0 +1,218 @@
+"""The command line: one small function per command.
+
+Each imports what it needs itself, so that `plan` and `config` work without torch and Ray. An error that the system
+foresees ends as one message on stderr: exit code 2 for what a person must change first (configuration, plan, data), 1
+for a run that failed.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from raytrain3d.errors import ConfigError, DataError, PlanError, RayTrain3DError
+
+if TYPE_CHECKING:
+    from raytrain3d.config import JobConfig
+    from raytrain3d.data.manifest import DatasetManifest
+    from raytrain3d.data.prepare import PrepareProgress
+    from raytrain3d.plan.plan import Plan
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+PROGRESS_INTERVAL_S = 2.0
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parsed = parse(arguments)
+    command: Command = parsed.command
+    try:
+        return command(parsed)
+    except RayTrain3DError as error:
+        if parsed.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT if isinstance(error, ConfigError | PlanError | DataError) else FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has gone (`| head`); Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Command line -> namespace with `command` and `debug`. Overrides may stand anywhere after the file."""
+    parser = make_parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    if any(text.startswith("-") or "overrides" not in parsed for text in rest):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        parsed.overrides += rest
+    return parsed
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="raytrain3d", description="3D-parallel pre-training of transformer language "
+                                     "models on Ray.", allow_abbrev=False)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    train = _job_command(commands, "train", run_train, "train a job; continues it from its newest checkpoint")
+    check = _job_command(commands, "check", run_check, "start the job's gangs, try links, disk and data, and end")
+    for sub in (train, check):
+        sub.add_argument("--launcher", choices=("ray", "local", "inline"), default="ray",
+                         help="what ranks run in: Ray actors (default), plain processes, or this process")
+        _address(sub)
+    plan = _job_command(commands, "plan", run_plan, "print the plan of a job; needs neither torch nor Ray")
+    plan.add_argument("--json", action="store_true", help="as JSON")
+    data = _command(commands, "data", None, "token data").add_subparsers(metavar="COMMAND", required=True)
+    _job_command(data, "prepare", run_prepare, "make data.path from the text files of data.text")
+    for name, command, text in (("status", run_status, "say how a running job is"),
+                                ("stop", run_stop, "end a running job after its step, with a checkpoint")):
+        sub = _command(commands, name, command, text)
+        sub.add_argument("run", metavar="RUN", help="name of the run, or path of its run directory")
+        sub.add_argument("--directory", default="runs", help="directory that holds run directories (default: runs)")
+        _address(sub)
+    _command(commands, "config", run_config, "print the reference of all configuration keys")
+    _command(commands, "version", run_version, "print the version")
+    return parser
+
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def _command(commands: "Commands", name: str, command: Command | None, text: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+    if command is not None:
+        parser.set_defaults(command=command)
+        parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _job_command(commands: "Commands", name: str, command: Command, text: str) -> argparse.ArgumentParser:
+    parser = _command(commands, name, command, text)
+    parser.add_argument("file", metavar="FILE", help="job file, such as jobs/quickstart.yaml")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[],
+                        help="changes to the file, such as train.steps=50")
+    return parser
+
+
+def _address(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--address", metavar="ADDRESS",
+                        help="Ray cluster (default: RAY_ADDRESS, else one running here, else one is started)")
+
+
+def run_train(arguments: argparse.Namespace) -> int:
+    from raytrain3d.gang.run import run_job
+
+    config = _ready_job(arguments)
+    return run_job(config, launcher=arguments.launcher, address=arguments.address)
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    from raytrain3d.gang.run import check_job
+
+    config = _ready_job(arguments)
+    return check_job(config, launcher=arguments.launcher, address=arguments.address)
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    plan = _plan(_job(arguments))
+    print(plan.to_json().rstrip() if arguments.json else plan.table())
+    return 0
+
+
+def run_prepare(arguments: argparse.Namespace) -> int:
+    from raytrain3d.data.prepare import prepare
+
+    data = _job(arguments).data
+    manifest = prepare(data.text, data.path, data.tokenizer, data.validation_fraction, progress=ProgressLines())
+    _print_dataset(data.path, manifest)
+    return 0
+
+
+def run_status(arguments: argparse.Namespace) -> int:
+    from raytrain3d.gang.mailbox import ask_run
+
+    status = ask_run(arguments.run, "status", directory=arguments.directory, address=arguments.address)
+    print(f"run       {status.run}\nstate     {status.state}\nstep      {status.step} of {status.num_steps}")
+    if status.loss is not None:
+        print(f"loss      {status.loss:.4f}")
+    if status.tokens_per_s is not None:
+        print(f"tokens/s  {status.tokens_per_s:,.0f}")
+    return 0
+
+
+def run_stop(arguments: argparse.Namespace) -> int:
+    from raytrain3d.gang.mailbox import ask_run
+
+    status = ask_run(arguments.run, "stop", directory=arguments.directory, address=arguments.address)
+    print(f"asked {status.run} to stop: it was at step {status.step}, ends after the step under way and saves")
+    return 0
+
+
+def run_config(arguments: argparse.Namespace) -> int:
+    from raytrain3d.reference import reference
+
+    print(reference(), end="")
+    return 0
+
+
+def run_version(arguments: argparse.Namespace) -> int:
+    try:
+        print(f"raytrain3d {metadata.version('raytrain3d')}")
+    except metadata.PackageNotFoundError:
+        print("raytrain3d, run from its source without being installed")
+    return 0
+
+
+def _job(arguments: argparse.Namespace) -> "JobConfig":
+    from raytrain3d.load import load
+
+    return load(arguments.file, arguments.overrides)
+
+
+def _plan(config: "JobConfig") -> "Plan":
+    from raytrain3d.plan.plan import make_plan
+
+    return make_plan(config, device="gpu" if config.placement.device == "gpu" else "cpu")
+
+
+def _ready_job(arguments: argparse.Namespace) -> "JobConfig":
+    """The job of the command line. It has a plan, and data if they can be prepared."""
+    from raytrain3d.data.prepare import prepare_if_missing
+
+    config = _job(arguments)
+    _plan(config)  # what cannot be laid out should not cost a preparation
+    manifest = prepare_if_missing(config, ProgressLines())
+    if manifest is not None:
+        _print_dataset(config.data.path, manifest)
+    return config
+
+
+class ProgressLines:
+    """Says how far a preparation is, a line every few seconds."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def __call__(self, progress: "PrepareProgress") -> None:
+        now = time.monotonic()
+        if now - self._last >= PROGRESS_INTERVAL_S:
+            self._last = now
+            print(f"prepared {progress.documents} of {progress.num_documents} documents, {progress.tokens:,} tokens",
+                  flush=True)
+
+
+def _print_dataset(path: str, manifest: "DatasetManifest") -> None:
+    from raytrain3d.data.manifest import SPLITS
+
+    sizes = ", ".join(f"{split} {manifest.tokens(split):,} tokens in {manifest.documents(split):,} documents"
+                      for split in SPLITS)
+    skipped = f"; {manifest.skipped} documents are not UTF-8 and were skipped" if manifest.skipped else ""
+    print(f"prepared {path}: {sizes}{skipped}", flush=True)
