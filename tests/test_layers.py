@@ -73,8 +73,8 @@ def imports_of(source: str, exists: set[str]) -> list[Import]:
     def visit(node: ast.AST, at_top: bool) -> None:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             return
-        for module in modules_of(node, exists):
-            found.append(Import(module=module, line=getattr(node, "lineno", 0), at_top=at_top))
+        found.extend(Import(module=module, line=getattr(node, "lineno", 0), at_top=at_top)
+                     for module in modules_of(node, exists))
         inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for child in ast.iter_child_nodes(node):
             visit(child, at_top and not inside)
