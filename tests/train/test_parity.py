@@ -5,7 +5,7 @@ The normal run covers every pair of choices; `pytest -m slow tests/train/test_pa
 
 import pytest
 from jobs import JobRunner
-from parity import Case, Reference, all_cases, case_job, case_name, check_parity, pairwise_cases
+from parity import MESHES, Case, Reference, all_cases, case_job, case_name, check_parity, pairwise_cases
 
 pytestmark = pytest.mark.dist
 
@@ -17,9 +17,12 @@ def test_layout_trains_as_one_rank_does(case: Case, run_job: JobRunner, referenc
 
 @pytest.mark.slow
 @pytest.mark.timeout(14400)
-def test_every_layout_trains_as_one_rank_does(run_job: JobRunner, reference: Reference) -> None:
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
+def test_every_layout_trains_as_one_rank_does(dtype: str, mesh: tuple[int, int, int], run_job: JobRunner,
+                                              reference: Reference) -> None:
     failures = []
-    for case in all_cases():
+    for case in (case for case in all_cases() if (case["dtype"], case["mesh"]) == (dtype, mesh)):
         try:
             check_parity(run_job, reference, case_job(case))
         except AssertionError as error:
