@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow as pa
 
 from raytrain3d.data.manifest import DatasetManifest, ShardRecord, Split, read_manifest
 from raytrain3d.errors import DataError

@@ -6,7 +6,7 @@ error of its own, which beats ranks that only lost a connection; among equals th
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from raytrain3d.errors import CheckpointError, ConfigError, DataError, PlanError, RankFailed, RayTrain3DError
@@ -67,8 +67,13 @@ def exit_cause(code: int) -> str:
 
 
 def culprit(signs: Sequence[Sign]) -> Sign:
-    """The sign that explains the others. `signs` in the order they were seen, at least one."""
-    return min(signs, key=lambda sign: ORDER.index(sign.kind))
+    """The sign that explains the others. `signs` in the order they were seen, at least one.
+
+    What is known of a dead rank's step may be a second old; its neighbours know in which step they missed it.
+    """
+    first = min(signs, key=lambda sign: ORDER.index(sign.kind))
+    steps = [sign.step for sign in signs if sign.step is not None]
+    return replace(first, step=max(steps)) if first.kind == "died" and first.during is None and steps else first
 
 
 def diagnose(signs: Sequence[Sign], mesh: Mesh, nodes: Mapping[int, str]) -> RayTrain3DError:

@@ -70,6 +70,8 @@ def death_cause(error: BaseException) -> str:
     if not isinstance(error, RayError):
         return f"{type(error).__name__}: {error}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if "creation task" in str(error):
+        return f"it could not be made: {lines[-1]}"
     telling = ("Worker exit detail", "The actor is dead because", "died because", "node")
     found = next((line for word in telling for line in lines if word in line), lines[0] if lines else repr(error))
     preempted = "its node was preempted; " if getattr(error, "preempted", False) else ""

@@ -104,6 +104,7 @@ def _train(run: _Run) -> int:
     config, progress = run.config, run.progress
     plan, stop, directory = run.make_plan(), StopFlag(), RunDirectory(config)
     progress.say(plan.table())
+    directory.probe()
     with stop.on_signals(), _mailboxes(run.launcher, directory, config.run.name) as mailboxes:
         directory.claim(plan)
         records = Records(directory.local)

@@ -6,6 +6,7 @@ stay in a local directory beside.
 
 import os
 import shutil
+import socket
 import tempfile
 import time
 from dataclasses import replace
@@ -13,9 +14,9 @@ from pathlib import Path
 
 from raytrain3d.checkpoint.identity import check_same_run, global_shapes, plain_config
 from raytrain3d.checkpoint.manifest import Manifest
-from raytrain3d.checkpoint.storage import is_absolute, join, open_folder
+from raytrain3d.checkpoint.storage import is_absolute, join, open_folder, probe_directory
 from raytrain3d.config import JobConfig
-from raytrain3d.errors import ConfigError
+from raytrain3d.errors import CheckpointError, ConfigError
 from raytrain3d.load import dump, load
 from raytrain3d.plan.plan import Plan
 
@@ -67,6 +68,13 @@ class RunDirectory:
     @property
     def logs(self) -> str:
         return str(self.local / "logs")
+
+    def probe(self) -> None:
+        """CheckpointError when the driver cannot write here."""
+        try:
+            probe_directory(self.location)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} (seen by the driver's node {socket.gethostname()})") from error
 
     def claim(self, plan: Plan) -> None:
         """Write config.yaml and plan.json. CheckpointError when the directory belongs to another run."""

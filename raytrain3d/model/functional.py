@@ -21,7 +21,7 @@ class _Linear(Function):
         return x @ weight.t()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         (x,) = ctx.saved_tensors
         weight = ctx.weight
@@ -41,7 +41,7 @@ def accumulate_outer(weight: Tensor, grad: Tensor, x: Tensor) -> None:
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight^T. x: (..., in), weight: (out, in) -> (..., out). `weight.grad` must be allocated if it is trained."""
-    return _Linear.apply(x, weight)  # type: ignore[no-any-return, no-untyped-call]
+    return _Linear.apply(x, weight)
 
 
 class _Embedding(Function):
@@ -52,7 +52,7 @@ class _Embedding(Function):
         return rows if mask is None else rows.masked_fill_(mask[..., None], 0)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         weight = ctx.weight
         if ctx.mask is not None:
@@ -63,4 +63,4 @@ class _Embedding(Function):
 
 def embedding(ids: Tensor, weight: Tensor, mask: Tensor | None = None) -> Tensor:
     """Rows of `weight` by id, zero where `mask` holds. ids, mask: (...), weight: (rows, width) -> (..., width)."""
-    return _Embedding.apply(weight, ids, mask)  # type: ignore[no-any-return, no-untyped-call]
+    return _Embedding.apply(weight, ids, mask)

@@ -43,7 +43,7 @@ class _CrossEntropy(Function):
         return torch.where(counted, sums[0].log() - sums[1], 0).sum()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         probabilities, local, here, counted = ctx.saved_tensors
         gradient = probabilities.scatter_add(1, local[:, None], -here.to(probabilities.dtype)[:, None])
@@ -58,4 +58,4 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, first: int = 0, vocabulary
     logits: (tokens, rows) for vocabulary rows [first, first + rows); targets: (tokens,) of global ids. `maximum` and
     `total` reduce a tensor over the ranks that hold the other rows.
     """
-    return _CrossEntropy.apply(logits, targets, first, vocabulary, maximum, total)  # type: ignore[no-any-return, no-untyped-call]
+    return _CrossEntropy.apply(logits, targets, first, vocabulary, maximum, total)

@@ -45,7 +45,7 @@ class Enter:
         self._group = group
 
     def __call__(self, x: Tensor) -> Tensor:
-        return x if self._group.size == 1 else _Enter.apply(x, self._group)  # type: ignore[no-any-return]
+        return x if self._group.size == 1 else _Enter.apply(x, self._group)
 
 
 class Reduce:
@@ -55,7 +55,7 @@ class Reduce:
         self._group = group
 
     def __call__(self, x: Tensor) -> Tensor:
-        return x if self._group.size == 1 else _Reduce.apply(x, self._group)  # type: ignore[no-any-return]
+        return x if self._group.size == 1 else _Reduce.apply(x, self._group)
 
 
 class ReduceValue:

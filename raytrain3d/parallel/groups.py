@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from raytrain3d.plan.mesh import Coordinate, Mesh
 from raytrain3d.plan.program import Channel
@@ -52,7 +53,7 @@ class Group:
         if self._backend is None:
             return DONE
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
         return Work(self._backend.allreduce([tensor], options))
 
     def reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
@@ -110,12 +111,12 @@ class Group:
 class Link:
     """Makes backends over the driver's store: NCCL for device tensors of GPU ranks, gloo for all else."""
 
-    def __init__(self, store: dist.Store, generation: int, timeout_s: float) -> None:
-        self._store = dist.PrefixStore(f"generation-{generation}", store)
+    def __init__(self, store: Store, generation: int, timeout_s: float) -> None:
+        self._store = PrefixStore(f"generation-{generation}", store)
         self._timeout = timedelta(seconds=timeout_s)
 
     def backend(self, name: str, index: int, size: int, device: str) -> Any:
-        store = dist.PrefixStore(name, self._store)
+        store = PrefixStore(name, self._store)
         if device == "gpu":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
@@ -165,11 +166,11 @@ class Groups:
         self.channels.clear()
 
 
-def serve_store(host: str, port: int = 0) -> dist.TCPStore:
+def serve_store(host: str, port: int = 0) -> TCPStore:
     """The rendezvous store, hosted by the caller for as long as the object lives; `.port` is where it listens."""
-    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+    return TCPStore(host, port, is_master=True, wait_for_workers=False)
 
 
-def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+def join_store(host: str, port: int, timeout_s: float) -> TCPStore:
     """A rank's connection to the driver's store."""
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))

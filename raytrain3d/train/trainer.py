@@ -3,13 +3,13 @@
 A step computes and reduces gradients, agrees with all ranks, and only then changes parameters.
 """
 
-import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from raytrain3d.checkpoint.store import Receipt, read_into, write_shard
+from raytrain3d.checkpoint.manifest import Receipt
+from raytrain3d.checkpoint.store import read_into, write_shard
 from raytrain3d.config import JobConfig
 from raytrain3d.data.loader import Loader, MicroBatch
 from raytrain3d.model.dropout import DropoutKeys
@@ -20,6 +20,7 @@ from raytrain3d.parallel.commit import Agreement, CommitVector, sum_over_all
 from raytrain3d.parallel.gradients import GradientReduction
 from raytrain3d.parallel.groups import Groups, Link, join_store
 from raytrain3d.parallel.layer_state import LayerState
+from raytrain3d.parallel.links import measure_links
 from raytrain3d.parallel.optimizer import gather, update
 from raytrain3d.parallel.pipeline import Feed, PipelineRun, Stage
 from raytrain3d.parallel.tensor import apply_tensor_parallelism
@@ -53,7 +54,8 @@ class Trainer:
         self._stop_asked = False
 
     def _bind(self) -> None:
-        tied = self.states[self._spec.tied.index].parameters if self._spec.tied and self._spec.tied.index in self.states else {}
+        shared = self._spec.tied.index if self._spec.tied is not None else None
+        tied = self.states[shared].parameters if shared in self.states else {}
         for index, layer in self.layers.items():
             layer.bind(self.states[index].parameters)
             if tied and layer is self.layers.get(0):
@@ -116,6 +118,10 @@ class Trainer:
     def load(self, directory: str) -> None:
         """Fill weights and optimizer state from a checkpoint of any layout."""
         read_into(directory, [piece for state in self.states.values() for piece in state.pieces()])
+
+    def measure_links(self) -> dict[str, float]:
+        """Latency and bandwidth of this rank's links by name. All ranks call it together."""
+        return measure_links(self._connected, self._device)
 
     def request_stop(self) -> None:
         """From any thread: every rank leaves its lease after the same step, which is the next one that commits."""

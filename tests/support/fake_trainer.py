@@ -1,7 +1,7 @@
 """A rank without a model: it steps in lock-step with the others over sockets, so that it fails as real ranks do.
 
-Rank 0 listens in the run's parent directory; each step every rank sends its flags there and receives the sum. What it does
-wrong, and when, is read from a `fault` file beside, so that a test can also ask for it in the middle of a run.
+Rank 0 listens; each step every rank sends its flags there and receives the sum. What goes wrong, and when, is read from
+a file in run.directory, so that a test can also ask for it in the middle of a run.
 """
 
 import json
@@ -90,8 +90,15 @@ class FakeTrainer:
         self._links = []
 
     def _exchange(self, flag: bool) -> bool:
+        try:
+            return self._sum(flag)
+        except (EOFError, OSError):
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer") from None
+
+    def _sum(self, flag: bool) -> bool:
         if self._rank == 0:
-            total = flag or any([link.recv() for link in self._links])
+            wishes = [link.recv() for link in self._links]
+            total = flag or any(wishes)
             for link in self._links:
                 link.send(total)
             return total

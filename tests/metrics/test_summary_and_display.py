@@ -1,0 +1,109 @@
+"""Reports of ranks become one line for files and one for people."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from raytrain3d.metrics.logs import PACKAGE, close_log, log_to_file
+from raytrain3d.metrics.progress import LiveProgress, PlainProgress, TimeLeft, duration, make_progress
+from raytrain3d.metrics.records import Records
+from raytrain3d.metrics.summary import StepSummary, summarize
+from raytrain3d.plan.mesh import Mesh
+from raytrain3d.train.report import StepReport
+
+
+def report(rank: int, *, step: int = 1, seconds: float = 2.0, compute: float = 1.0, loss: float = 3.0) -> StepReport:
+    return StepReport(step=step, rank=rank, loss=loss, tokens=100, gradient_norm=1.5, learning_rate=0.1,
+                      seconds=seconds, compute_s=compute, data_wait_s=0, receive_wait_s=0.1 * rank, reduce_wait_s=0,
+                      commit_wait_s=0, optimizer_s=0, layer_forward_s={rank % 2: 0.5 + rank}, layer_backward_s={})
+
+
+def summary(step: int = 1, loss: float = 3.0) -> StepSummary:
+    return summarize([report(0, step=step, loss=loss)], Mesh())
+
+
+def test_ranks_are_merged_by_stage_and_layer() -> None:
+    merged = summarize([report(0), report(1, compute=0.5), report(2, seconds=4.0), report(3)], Mesh(data=2, pipeline=2))
+    assert merged.seconds == 4.0 and merged.tokens_per_s == 25
+    assert [stage.compute_s for stage in merged.stages] == [1.0, 0.75]
+    assert [stage.idle_share for stage in merged.stages] == pytest.approx([(0.5 + 0.75) / 2, (0.75 + 0.5) / 2])
+    assert merged.idle_share == pytest.approx(0.625)
+    assert merged.layer_forward_s == {0: 1.5, 1: 2.5}
+
+
+def test_numbers_that_json_does_not_know_become_null() -> None:
+    record = summary(loss=float("nan")).to_record()
+    assert record["loss"] is None
+    assert json.loads(json.dumps(record, allow_nan=False))["tokens"] == 100
+
+
+def test_records_are_lines_and_a_resumed_run_goes_on_after_its_checkpoint(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    for step in range(1, 6):
+        records.step(summary(step))
+    records.event("checkpoint", 3, "saved", {"directory": "d"})
+    records.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')  # the driver was killed while writing
+    records = Records(tmp_path)
+    records.rewind(3)
+    records.step(summary(4))
+    records.close()
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4]
+    event = json.loads((tmp_path / "events.jsonl").read_text())
+    assert (event["event"], event["step"], event["text"], event["directory"]) == ("checkpoint", 3, "saved", "d")
+
+
+def test_plain_lines_come_once_a_second_and_at_the_end() -> None:
+    output = io.StringIO()
+    progress = make_progress(output, 100)
+    assert isinstance(progress, PlainProgress)
+    for step in range(1, 101):
+        progress.step(summary(step))
+    progress.say("checkpoint d")
+    first, last, event = output.getvalue().splitlines()
+    for words in ("step 1/100", "loss 3.0000", "tokens/s 50", "learning rate 0.1", "gradient norm 1.500",
+                  "s/step 2.000", "idle 50%", "left 3:18"):
+        assert words in first
+    assert last.startswith("step 100/100") and event == "checkpoint d"
+
+
+def test_the_live_display_shows_every_figure() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    output = Terminal()
+    progress = make_progress(output, 10)
+    assert isinstance(progress, LiveProgress)
+    progress.step(summary(4))
+    progress.say("validation [loss] 2.5")
+    progress.close()
+    for words in ("tokens/s", "gradient norm", "4/10", "3.0000", "left", "validation [loss] 2.5"):
+        assert words in output.getvalue()
+
+
+def test_time_left_before_and_after_some_steps_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 1000, 5))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
+    left = TimeLeft(10)
+    assert left.after(summary(1)) == 9 * 2.0
+    assert left.after(summary(2)) == 8 * 5.0
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (0.4, 59.6, 3723)] == ["0:00", "1:00", "1:02:03"]
+
+
+def test_log_lines_carry_rank_and_stage(tmp_path: Path) -> None:
+    handler = log_to_file(tmp_path / "logs", 12, 3, "info")
+    try:
+        PACKAGE.getChild("gang").info("joined")
+        PACKAGE.getChild("gang").debug("not shown")
+    finally:
+        close_log(handler)
+    assert (tmp_path / "logs" / "rank-0012.log").read_text().rstrip().endswith(
+        "rank 12 stage 3 INFO raytrain3d.gang: joined")
