@@ -82,7 +82,7 @@ class Manifest:
     def to_json(self) -> str:
         record = asdict(self)
         for entry in record["entries"]:
-            entry |= entry.pop("rectangle")
+            entry.update(entry.pop("rectangle"))
         body = json.dumps(record, allow_nan=False)
         return f'{{"format": {FORMAT}, "checksum": "{checksum(body.encode())}", "manifest": {body}}}\n'
 

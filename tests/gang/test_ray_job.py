@@ -161,7 +161,7 @@ def test_an_actor_that_cannot_be_made_says_why(cluster: str, tmp_path: Path) -> 
     config = fake_job(tmp_path)
     Path(config.run.directory, "job").mkdir(parents=True)
     Path(config.run.directory, "job", "logs").write_text("a file")
-    with pytest.raises(RankFailed, match="died while starting: it could not be made: (FileExists|NotADirectory)Error"):
+    with pytest.raises(RankFailed, match=r"died while starting: it could not be made: (FileExists|NotADirectory)Error"):
         run(config)
 
 
