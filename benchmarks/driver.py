@@ -1,0 +1,152 @@
+"""What the driver costs: a job of 2 ranks on Ray against the same trainers in plain processes without any driver.
+
+Pairs of runs are interleaved; a run's figure is its mean wall time per step, waits between leases included. Prints a
+table and one line of JSON: `ratio_vs_plain_processes` (median, 90 % interval), the plain runs' ratio against each other,
+`driver_share` (time between steps over all time) and `commit_wait_share`.
+
+    python benchmarks/driver.py [--quick]
+"""
+
+import argparse
+import io
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from raytrain3d.config import (DataConfig, JobConfig, LearningRateConfig, MeshConfig, ModelConfig, PlacementConfig,
+                               RunConfig, TrainConfig)
+from raytrain3d.data.prepare import prepare
+from raytrain3d.gang.run import run_job
+from raytrain3d.parallel.groups import serve_store
+from raytrain3d.plan.plan import Plan, make_plan
+from raytrain3d.train.report import StepReport
+from raytrain3d.train.trainer import Trainer
+
+WARMUP = 5
+"""Steps of every run that are not counted."""
+
+
+class TimedTrainer(Trainer):
+    """Writes (start, end, commit wait) of every step to `<run.directory>/times-<rank>.json` when it closes."""
+
+    def __init__(self, config: JobConfig, plan: Plan, rank: int) -> None:
+        super().__init__(config, plan, rank)
+        self._times: list[tuple[float, float, float]] = []
+        self._path = Path(config.run.directory) / f"times-{rank}.json"
+
+    def step(self, n: int) -> StepReport:
+        start = time.monotonic()
+        report = super().step(n)
+        self._times.append((start, time.monotonic(), report.commit_wait_s))
+        return report
+
+    def close(self) -> None:
+        if self._times:
+            self._path.write_text(json.dumps(self._times))
+        super().close()
+
+
+def job(directory: Path, steps: int) -> JobConfig:
+    """2 stages, about 0.1 s a step on one thread each."""
+    prepare(["{stdlib}/*.py"], str(directory / "data"), "bytes", 0.05)
+    return JobConfig(
+        run=RunConfig(name="driver", directory=str(directory)), data=DataConfig(path=str(directory / "data")),
+        model=ModelConfig(vocabulary=257, hidden=128, blocks=4, heads=4, feed_forward=352),
+        mesh=MeshConfig(pipeline=2), learning_rate=LearningRateConfig(peak=1e-3),
+        train=TrainConfig(steps=steps, global_batch=8, micro_batch=2, sequence=128, lease=20),
+        placement=PlacementConfig(device="cpu", cpus_per_rank=0.5))
+
+
+def plain_rank(config: JobConfig, plan: Plan, rank: int, port: int) -> None:
+    trainer = TimedTrainer(config, plan, rank)
+    trainer.connect("127.0.0.1", port, 0)
+    trainer.initialize()
+    for n in range(1, config.train.steps + 1):
+        trainer.step(n)
+    trainer.close()
+
+
+def run_plain(config: JobConfig) -> dict[str, float]:
+    plan, store, context = make_plan(config), serve_store("127.0.0.1"), multiprocessing.get_context("spawn")
+    processes = [context.Process(target=plain_rank, args=(config, plan, rank, store.port)) for rank in range(plan.mesh.size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return figures(config)
+
+
+def run_on_ray(config: JobConfig, number: int) -> dict[str, float]:
+    named = replace(config, run=replace(config.run, name=f"driver-{number}"))
+    code = run_job(named, launcher="ray", output=io.StringIO(), trainer=TimedTrainer)
+    assert code == 0, f"the job ended with {code}"
+    return figures(config)
+
+
+def figures(config: JobConfig) -> dict[str, float]:
+    """Means over ranks: seconds per step, share of time between steps, share of waiting for the commit vector."""
+    found: list[dict[str, float]] = []
+    for path in Path(config.run.directory).glob("times-*.json"):
+        times: list[tuple[float, float, float]] = json.loads(path.read_text())[WARMUP:]
+        total = times[-1][1] - times[0][0]
+        inside = sum(end - start for start, end, _ in times)
+        found.append({"step_s": total / len(times), "driver_share": 1 - inside / total,
+                      "commit_wait_share": sum(wait for *_, wait in times) / total})
+        path.unlink()
+    assert len(found) == 2, "both ranks leave their times"
+    return {key: statistics.mean(one[key] for one in found) for key in found[0]}
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """90 % interval of the median, by order statistics (binomial)."""
+    ordered, n = sorted(values), len(values)
+    reach = max(0, int((n - 1.645 * n**0.5) / 2))
+    return ordered[reach], ordered[n - 1 - reach]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer pairs, under a minute")
+    parser.add_argument("--pairs", type=int, default=15)
+    arguments = parser.parse_args()
+    pairs, steps = (2, 25) if arguments.quick else (arguments.pairs, 65)
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as scratch:
+        config = job(Path(scratch), steps)
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        rows = []
+        for number in range(pairs):
+            plain, on_ray, again = run_plain(config), run_on_ray(config, number), run_plain(config)
+            rows.append((plain, on_ray, again))
+            print(f"pair {number:2d}  plain {plain['step_s'] * 1e3:7.1f} ms  ray {on_ray['step_s'] * 1e3:7.1f} ms  "
+                  f"driver {on_ray['driver_share']:.2%}  commit wait {on_ray['commit_wait_share']:.2%}", flush=True)
+        ray.shutdown()
+    print(json.dumps(summary(rows)))
+
+
+def summary(rows: list[tuple[dict[str, float], dict[str, float], dict[str, float]]]) -> dict[str, Any]:
+    ratios = [2 * on_ray["step_s"] / (plain["step_s"] + again["step_s"]) for plain, on_ray, again in rows]
+    against_itself = [again["step_s"] / plain["step_s"] for plain, _, again in rows]
+    low, high = interval(ratios)
+    self_low, self_high = interval(against_itself)
+    return {
+        "ratio_vs_plain_processes": round(statistics.median(ratios), 4), "interval_90": [round(low, 4), round(high, 4)],
+        "plain_vs_itself": round(statistics.median(against_itself), 4),
+        "plain_vs_itself_interval_90": [round(self_low, 4), round(self_high, 4)],
+        "driver_share": round(statistics.median(row[1]["driver_share"] for row in rows), 5),
+        "commit_wait_share": round(statistics.median(row[1]["commit_wait_share"] for row in rows), 4),
+        "pairs": len(rows), "ranks": 2,
+    }
+
+
+if __name__ == "__main__":
+    main()
