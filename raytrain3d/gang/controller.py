@@ -109,7 +109,7 @@ class Controller:
                     return self._ending()
                 case State.FAILED:
                     assert self._error is not None
-                    self._journal.event("failed", self._step, str(self._error))
+                    self._journal.failure(self._step, str(self._error))
                     raise self._error
 
     def _enter(self, act: Callable[[], State]) -> None:

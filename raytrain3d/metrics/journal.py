@@ -22,6 +22,10 @@ class Journal:
         self._records.event(kind, step, text, values)
         self._progress.say(text)
 
+    def failure(self, step: int, text: str) -> None:
+        """What ended the job. Only recorded: it is raised, too, and shown by whoever catches it."""
+        self._records.event("failed", step, text, {})
+
     def rewind(self, step: int) -> None:
         """The run goes on after `step`."""
         self._records.rewind(step)

@@ -176,12 +176,12 @@ def test_actors_end_with_a_killed_driver(cluster: str, tmp_path: Path) -> None:
 
 def test_a_ray_of_our_own_starts_and_goes(cluster: str, tmp_path: Path) -> None:
     config = fake_job(tmp_path, steps=30)
-    started = time.time()
     before = set(Path(tempfile.gettempdir()).glob("rt3d-*"))
     with Driver(config, "ray") as driver:
         assert driver.process.wait(60) == 0
         assert "started one on this machine with 1 CPUs" in driver.output
     assert set(Path(tempfile.gettempdir()).glob("rt3d-*")) <= before
-    left = [process.pid for process in psutil.process_iter(["cmdline", "create_time"])
-            if "raylet" in " ".join(process.info["cmdline"] or ()) and process.info["create_time"] > started]
+    left = [process.pid for process in psutil.process_iter(["cmdline"])
+            if "/rt3d-" in (command := " ".join(process.info["cmdline"] or ())) and "raylet" in command
+            and not any(str(other) in command for other in before)]
     assert left == []
