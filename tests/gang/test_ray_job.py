@@ -178,7 +178,7 @@ def test_a_ray_of_our_own_starts_and_goes(cluster: str, tmp_path: Path) -> None:
     config = fake_job(tmp_path, steps=30)
     before = set(Path(tempfile.gettempdir()).glob("rt3d-*"))
     with Driver(config, "ray") as driver:
-        assert driver.process.wait(60) == 0
+        assert driver.process.wait(150) == 0
         assert "started one on this machine with 1 CPUs" in driver.output
     assert set(Path(tempfile.gettempdir()).glob("rt3d-*")) <= before
     left = [process.pid for process in psutil.process_iter(["cmdline"])
