@@ -26,6 +26,7 @@ from raytrain3d.plan.plan import Plan
 P = ParamSpec("P")
 T = TypeVar("T")
 KILL_LIMIT_S = 5.0
+EXIT_DETAIL = "Worker exit detail:"
 FIRST_LINE_S, LONGEST_INTERVAL_S = 3.0, 60.0
 """When waiting for capacity is first said, and how far apart later lines may come (each takes twice as long)."""
 
@@ -67,15 +68,16 @@ class RayRank:
 
 def death_cause(error: BaseException) -> str:
     """The telling part of Ray's many lines about a dead actor."""
-    if not isinstance(error, RayError):
-        return f"{type(error).__name__}: {error}"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if "creation task" in str(error):
-        return f"it could not be made: {lines[-1]}"
-    telling = ("Worker exit detail", "The actor is dead because", "died because", "node")
-    found = next((line for word in telling for line in lines if word in line), lines[0] if lines else repr(error))
+    text = str(error) if isinstance(error, RayError) else f"{type(error).__name__}: {error}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [repr(error)]
     preempted = "its node was preempted; " if getattr(error, "preempted", False) else ""
-    return preempted + found.split("There are some potential root causes")[0].strip()
+    if "creation task" in text:
+        return f"it could not be made: {lines[-1]}"
+    _, found, detail = text.partition(EXIT_DETAIL)
+    if found:
+        detail = detail.splitlines()[0].partition("Some common causes")[0].partition("There are some potential")[0]
+        return f"{preempted}its process is gone ({detail.strip()} If nobody ended it, the node may be out of memory)"
+    return preempted + next((line for line in lines if "died" in line or "dead" in line), lines[0])
 
 
 class RayGang:

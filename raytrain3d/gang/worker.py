@@ -146,7 +146,7 @@ class RankWorker:
         if self._trainer is None:
             self._trainer = self._settings.make_trainer(self._settings.config, self._settings.plan, self._rank)
         self._trainer.connect(host, port, generation)
-        logger.info("joined generation %d", generation)
+        logger.info("process %d joined generation %d", os.getpid(), generation)
 
     def restore(self, directory: str | None, step: int) -> None:
         """Hold the state of `step`: from a checkpoint directory, or fresh weights."""
