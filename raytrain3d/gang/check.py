@@ -1,7 +1,7 @@
 """`raytrain3d check`: start the gangs, try everything a job needs, and report what was found."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from raytrain3d.gang.fleet import Fleet
@@ -39,10 +39,10 @@ class CheckReport:
 
 
 def check_fleet(fleet: Fleet, run_directory: str, host: str, port: int,
-                check_nodes: Callable[[Sequence[NodeFacts]], None]) -> CheckReport:
+                check_nodes: Callable[[set[str]], None]) -> CheckReport:
     """Raises whatever would end a job that starts on this fleet."""
     facts = fleet.facts()
-    check_nodes(facts)
+    check_nodes(set(fleet.nodes.values()))
     fleet.probe(run_directory)
     disk = fleet.measure_disk(run_directory)
     fleet.join(host, port, 0)

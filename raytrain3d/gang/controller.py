@@ -16,7 +16,7 @@ from raytrain3d.gang.failure import diagnose
 from raytrain3d.gang.fleet import POLL_S, Fleet, FleetFailed
 from raytrain3d.gang.mailbox import Mailbox, Status, now
 from raytrain3d.gang.stop import StopFlag, StopRequested
-from raytrain3d.gang.worker import LeaseEnd, NodeFacts
+from raytrain3d.gang.worker import LeaseEnd
 from raytrain3d.metrics.journal import Journal
 from raytrain3d.metrics.summary import StepSummary, summarize
 from raytrain3d.plan.plan import Plan
@@ -55,7 +55,7 @@ class Job:
     store_host: str
     """Address of the driver's node."""
     serve_store: Callable[[str, int], Store]
-    check_nodes: Callable[[Sequence[NodeFacts]], None]
+    check_nodes: Callable[[set[str]], None]
     """Raises ConfigError when the job cannot run on these nodes."""
 
 
@@ -129,8 +129,8 @@ class Controller:
 
     def _start(self) -> State:
         facts = self._fleet.facts()
-        self._job.check_nodes(facts)
-        nodes = sorted({fact.host for fact in facts})
+        self._job.check_nodes(set(self._fleet.nodes.values()))
+        nodes = sorted(set(self._fleet.nodes.values()))
         self._journal.event("started", 0, f"{len(facts)} ranks on {', '.join(nodes)}", nodes=nodes)
         self._fleet.probe(self._job.directory)
         newest = self._find_checkpoint()

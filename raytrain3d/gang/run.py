@@ -2,7 +2,7 @@
 
 import hashlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TextIO
@@ -17,7 +17,7 @@ from raytrain3d.gang.launchers import Launcher, open_launcher
 from raytrain3d.gang.mailbox import Mailbox, SocketMailbox
 from raytrain3d.gang.run_directory import RunDirectory, check_shared, with_absolute_paths
 from raytrain3d.gang.stop import StopFlag, StopRequested
-from raytrain3d.gang.worker import NodeFacts, RankSettings, TrainerFactory, make_trainer
+from raytrain3d.gang.worker import RankSettings, TrainerFactory, make_trainer
 from raytrain3d.metrics.journal import Journal
 from raytrain3d.metrics.progress import Progress, make_progress
 from raytrain3d.metrics.records import Records
@@ -79,8 +79,8 @@ class _Run:
     def make_plan(self) -> Plan:
         return make_plan(self.config, device=_device(self.config, self.launcher))
 
-    def check_nodes(self, facts: Sequence[NodeFacts]) -> None:
-        check_shared(self.given_directory, {fact.address for fact in facts})
+    def check_nodes(self, nodes: set[str]) -> None:
+        check_shared(self.given_directory, nodes)
 
     @contextmanager
     def fleet(self, plan: Plan, logs: str | None, stop: StopFlag) -> Iterator[Fleet]:
