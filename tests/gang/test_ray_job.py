@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import signal
 import tempfile
 import threading
@@ -174,14 +175,15 @@ def test_actors_end_with_a_killed_driver(cluster: str, tmp_path: Path) -> None:
         wait_until(lambda: not actors(), 15, lambda: str(actors()))
 
 
-def test_a_ray_of_our_own_starts_and_goes(cluster: str, tmp_path: Path) -> None:
-    config = fake_job(tmp_path, steps=30)
-    before = set(Path(tempfile.gettempdir()).glob("rt3d-*"))
+def test_a_ray_of_our_own_starts_and_goes(cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where a cluster left running by `ray start` would be noted
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = fake_job(tmp_path, steps=200)
     with Driver(config, "ray") as driver:
-        assert driver.process.wait(150) == 0
+        driver.wait_for("step 1/", 150)
+        own = psutil.Process(driver.process.pid).children(recursive=True)
+        directories = set(re.findall(r"/(rt3d-\w+)", " ".join(word for child in own for word in child.cmdline())))
+        assert driver.process.wait(60) == 0
         assert "started one on this machine with 1 CPUs" in driver.output
-    assert set(Path(tempfile.gettempdir()).glob("rt3d-*")) <= before
-    left = [process.pid for process in psutil.process_iter(["cmdline"])
-            if "/rt3d-" in (command := " ".join(process.info["cmdline"] or ())) and "raylet" in command
-            and not any(str(other) in command for other in before)]
-    assert left == []
+    assert len(directories) == 1 and not Path(tempfile.gettempdir(), *directories).exists()
+    wait_until(lambda: not any(child.is_running() for child in own), 10, lambda: str(own))

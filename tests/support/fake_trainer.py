@@ -42,7 +42,7 @@ class FakeTrainer:
 
     def connect(self, host: str, port: int, generation: int) -> None:
         self._fail(0)
-        address = f"/tmp/rt3d-fake-{port}.sock"
+        address = f"\0raytrain3d-fake-{port}"  # abstract: leaves no file
         if self._rank == 0:
             with Listener(address, "AF_UNIX", backlog=64) as listener:
                 self._links = [listener.accept() for _ in range(1, self._plan.mesh.size)]
