@@ -109,13 +109,8 @@ class SocketMailbox:
 
 def ask_socket(directory: Path, command: str) -> Status | None:
     """Send `command` to the run of a local run directory. None when none is under way there."""
-    path = directory / SOCKET
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(ANSWER_LIMIT_S)
-        try:
-            with _short_path(path) as short:
-                connection.connect(short)
-        except OSError:
+        if not _connect(connection, directory / SOCKET):
             return None
         with connection.makefile("rw") as file:
             file.write(json.dumps({"command": command}) + "\n")
@@ -150,13 +145,18 @@ def now(status: Status) -> Status:
 def _answers(path: Path) -> bool:
     """Whether a live process listens at `path`."""
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(ANSWER_LIMIT_S)
-        try:
-            with _short_path(path) as short:
-                connection.connect(short)
-        except OSError:
-            return False
-        return True
+        return _connect(connection, path)
+
+
+def _connect(connection: socket.socket, path: Path) -> bool:
+    """Connect within the time limit of an answer. False when nobody listens at `path`."""
+    connection.settimeout(ANSWER_LIMIT_S)
+    try:
+        with _short_path(path) as short:
+            connection.connect(short)
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager
