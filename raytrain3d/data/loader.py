@@ -13,12 +13,10 @@ import torch
 
 from raytrain3d.config import JobConfig
 from raytrain3d.data.check import check_samples
-from raytrain3d.data.sampler import Sampler, deal
+from raytrain3d.data.sampler import Sampler, deal, spread
 from raytrain3d.data.tokens import Dataset
+from raytrain3d.plan.params import NO_LOSS
 from raytrain3d.plan.plan import Plan
-
-NO_LOSS = -100
-"""Target of a position without loss (torch's `ignore_index`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,9 +26,10 @@ class MicroBatch:
     tokens: torch.Tensor
     """(batch, seq), int64."""
     targets: torch.Tensor
-    """(batch, seq), int64: the token after each; -100 where there is no loss."""
+    """(batch, seq), int64: the token after each, or NO_LOSS."""
     samples: tuple[int, ...]
-    """Index of each row inside the global batch of the step (or among the validation samples), whatever the layout."""
+    """Index of each row inside the global batch of the step (or among the chosen validation samples), whatever the
+    layout."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -90,8 +89,10 @@ class Loader:
         return read_micro_batch(self._train, self._sequence, self._sampler.samples(step, places), places)
 
     def _read_validation(self, piece: int) -> MicroBatch:
-        places = self._places(piece)
-        numbers = range(places.start, min(places.stop, self._num_validation))
+        """Samples from all over the split, which lies document by document: its first ones would be a few documents."""
+        places, chosen = self._places(piece), self._num_validation
+        total = self._validation.num_samples(self._sequence)
+        numbers = spread(range(places.start, min(places.stop, chosen)), chosen, total)
         return read_micro_batch(self._validation, self._sequence, numbers, places)
 
     def _places(self, piece: int) -> range:

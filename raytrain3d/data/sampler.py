@@ -89,3 +89,8 @@ def deal(count: int, replicas: int) -> list[range]:
     each, rest = divmod(count, replicas)
     starts = [replica * each + min(replica, rest) for replica in range(replicas + 1)]
     return [range(first, last) for first, last in pairwise(starts)]
+
+
+def spread(places: Sequence[int], chosen: int, total: int) -> list[int]:
+    """Numbers of those samples that stand at `places` when `chosen` of `total` are taken at even distances."""
+    return [place * total // chosen for place in places]

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-IGNORED = -100
-"""Target of a position without loss."""
+from raytrain3d.plan.params import NO_LOSS
 
 Reduction = Callable[[Tensor], Tensor]
 
@@ -37,7 +36,7 @@ class _CrossEntropy(Function):
         target = torch.where(here, values.gather(1, local[:, None])[:, 0], 0)
         values.exp_()
         sums = total(torch.stack((values.sum(dim=1), target)))
-        counted = targets != IGNORED
+        counted = targets != NO_LOSS
         ctx.save_for_backward(values.div_(sums[0][:, None]), local, here, counted)
         ctx.dtype = logits.dtype
         return torch.where(counted, sums[0].log() - sums[1], 0).sum()
@@ -53,7 +52,7 @@ class _CrossEntropy(Function):
 
 def cross_entropy(logits: Tensor, targets: Tensor, *, first: int = 0, vocabulary: int,
                   maximum: Reduction = unchanged, total: Reduction = unchanged) -> Tensor:
-    """Sum of the losses of all positions whose target is not IGNORED, in nats.
+    """Sum of the losses of all positions whose target is not NO_LOSS, in nats.
 
     logits: (tokens, rows) for vocabulary rows [first, first + rows); targets: (tokens,) of global ids. `maximum` and
     `total` reduce a tensor over the ranks that hold the other rows.

@@ -13,6 +13,8 @@ from raytrain3d.config import ModelConfig, TrainConfig
 
 ALIGNMENT = 128
 """Elements between parameter starts in a flat buffer: at least 256 bytes in every dtype."""
+NO_LOSS = -100
+"""Target of a position without loss (torch's `ignore_index`): written by the data, passed over by the head."""
 
 LayerKind = Literal["embedding", "block", "head", "tied"]
 Initial = Literal["normal", "residual", "ones", "zeros"]

@@ -15,6 +15,7 @@ from raytrain3d.data.manifest import DatasetManifest
 from raytrain3d.data.sampler import Sampler
 from raytrain3d.data.tokens import Dataset
 from raytrain3d.errors import DataError
+from raytrain3d.plan.params import NO_LOSS
 from raytrain3d.plan.plan import Plan, make_plan
 
 Job = Callable[..., JobConfig]
@@ -91,13 +92,14 @@ def test_resume_reads_what_the_unbroken_run_reads(job: Job, load: Callable[..., 
     assert [_rows(resumed.micro_batches(step)) for step in (4, 5, 5, 2)] == [steps[step] for step in (4, 5, 5, 2)]
 
 
-@pytest.mark.parametrize("samples", [1, 7, 64])
+@pytest.mark.parametrize("samples", [1, 7, 64, 1000])
 @pytest.mark.parametrize(("data", "micro_batch"), [(1, 3), (2, 2), (3, 4), (4, 6)])
 def test_validation_in_every_layout(job: Job, load: Callable[..., Loader], dataset: tuple[Path, DatasetManifest],
                                     samples: int, data: int, micro_batch: int) -> None:
     config = job(micro_batch=micro_batch, evaluate=samples)
     opened = Dataset.open(str(dataset[0]), "validation")
-    expected = min(samples, opened.num_samples(16))
+    total = opened.num_samples(16)
+    expected = min(samples, total)
     plan = _plan(config, data)
     pieces = [load(config, plan, replica).validation() for replica in range(data)]
     assert {micro_batch.tokens.shape for part in pieces for micro_batch in part} == {(config.train.micro_batch, 16)}
@@ -106,10 +108,10 @@ def test_validation_in_every_layout(job: Job, load: Callable[..., Loader], datas
     assert sorted(rows) == list(range(-(-expected // micro_batch) * micro_batch))
     for sample, (tokens, targets) in rows.items():
         if sample < expected:
-            stored = opened.sample(sample, 16).tolist()
+            stored = opened.sample(sample * total // expected, 16).tolist()
             assert (tokens, targets) == (stored[:-1], stored[1:])
         else:
-            assert (tokens, targets) == ([0] * 16, [-100] * 16)
+            assert (tokens, targets) == ([0] * 16, [NO_LOSS] * 16)
     assert sum(micro_batch.num_loss_tokens for part in pieces for micro_batch in part) == expected * 16
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from raytrain3d.data.sampler import Sampler, deal, permutation
+from raytrain3d.data.sampler import Sampler, deal, permutation, spread
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 16, 17, 99, 100, 101, 1000, 4097])
@@ -87,3 +87,10 @@ def test_deal() -> None:
     assert deal(7, 3) == [range(3), range(3, 5), range(5, 7)]
     assert deal(1, 3) == [range(1), range(1, 1), range(1, 1)]
     assert deal(0, 2) == [range(0), range(0)]
+
+
+def test_chosen_samples_are_spread_over_all() -> None:
+    assert spread(range(4), 4, 10) == [0, 2, 5, 7]
+    assert spread(range(2, 4), 4, 10) == [5, 7]
+    assert spread(range(5), 5, 5) == [0, 1, 2, 3, 4]
+    assert spread([], 0, 0) == []

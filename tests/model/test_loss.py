@@ -3,14 +3,15 @@
 import torch
 from torch import Tensor
 
-from raytrain3d.model.loss import IGNORED, cross_entropy
+from raytrain3d.model.loss import cross_entropy
+from raytrain3d.plan.params import NO_LOSS
 
 
 def test_equals_torch_with_ignored_targets() -> None:
     torch.manual_seed(0)
     logits = torch.randn(6, 11, dtype=torch.float64, requires_grad=True)
     same = logits.detach().clone().requires_grad_()
-    targets = torch.tensor([3, IGNORED, 10, 0, IGNORED, 7])
+    targets = torch.tensor([3, NO_LOSS, 10, 0, NO_LOSS, 7])
     loss = cross_entropy(logits, targets, vocabulary=11)
     expected = torch.nn.functional.cross_entropy(same, targets, reduction="sum")
     torch.testing.assert_close(loss, expected)
@@ -30,7 +31,7 @@ def test_padding_rows_get_no_probability() -> None:
 
 def test_all_targets_ignored_is_zero_and_has_zero_gradient() -> None:
     logits = torch.randn(3, 5, requires_grad=True)
-    loss = cross_entropy(logits, torch.full((3,), IGNORED), vocabulary=5)
+    loss = cross_entropy(logits, torch.full((3,), NO_LOSS), vocabulary=5)
     loss.backward()
     assert loss.item() == 0.0
     assert logits.grad is not None
