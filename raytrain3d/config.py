@@ -37,8 +37,12 @@ class RunConfig:
     runs in a Ray working directory."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Level of the rank log files and of the driver's own log lines."""
+    trace_interval: int | None = None
+    """Steps between those in which every rank records each op (`traces/` in the run directory, read by `raytrain3d
+    trace`). Absent: none."""
 
     def __post_init__(self) -> None:
+        _positive("run", trace_interval=self.trace_interval)
         safe = bool(self.name) and all(c.isalnum() or c in "._-" for c in self.name) and self.name[0] not in ".-"
         _require(safe, "run.name", self.name, "use letters, digits, '.', '_' and '-', beginning with a letter or digit")
         _require(bool(self.directory), "run.directory", self.directory, "must name a directory")
@@ -178,17 +182,35 @@ class MeshConfig:
 class PipelineConfig:
     """How layers and micro-batches are laid over the stages."""
 
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
-    """Order of forwards and backwards. Both have the same idle share; 1F1B holds fewer activations."""
+    schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "breadth_first", "zb_h1", "zb_v"] = "1f1b"
+    """Order of forwards and backwards. `gpipe` and `1f1b` have the same idle share; `1f1b` holds fewer activations.
+    `interleaved` and `breadth_first` divide the idle share by the chunks. `zb_h1` and `zb_v` split the backward and fill
+    gaps with weight gradients; `zb_v` has two chunks in a V. `auto`: least simulated step time within
+    placement.memory_per_rank_gib."""
+    chunks: int | None = None
+    """Stages of each pipeline rank. Default: 2 with `interleaved`, `breadth_first` and `zb_v`, else 1. Only `interleaved`
+    and `breadth_first` take other numbers; `auto` chooses among schedules of this number if it is given."""
     partition: Literal["flops", "parameters", "uniform"] = "flops"
     """How layers are split over stages: least time of the slowest stage by FLOPs, by parameters, or equal counts."""
     layers: tuple[int, ...] | None = None
-    """Layers of each stage, embedding and head counted, instead of `partition`. Must add up to blocks + 2."""
+    """Layers of each stage, embedding and head counted, instead of `partition`. One count for each of mesh.pipeline x
+    chunks stages, in the order in which a sample passes them. Must add up to blocks + 2."""
 
     def __post_init__(self) -> None:
+        _positive("pipeline", chunks=self.chunks)
+        fixed = {"zb_v": 2, "gpipe": 1, "1f1b": 1, "zb_h1": 1}.get(self.schedule)
+        _require(fixed is None or self.num_chunks == fixed, "pipeline.chunks", self.chunks,
+                 f"must be {fixed} for pipeline.schedule {self.schedule}; 'interleaved' and 'breadth_first' take any")
         if self.layers is not None:
             _require(all(n >= 1 for n in self.layers), "pipeline.layers", list(self.layers),
                      "every stage keeps at least one layer")
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages of each pipeline rank; the fewest that `auto` may choose."""
+        if self.chunks is not None:
+            return self.chunks
+        return 2 if self.schedule in ("interleaved", "breadth_first", "zb_v") else 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -331,11 +353,15 @@ class PlacementConfig:
     """CPUs asked of the cluster for a rank; fractions let several ranks share one."""
     threads_per_rank: int = 1
     """Compute threads of a rank. Equal on all ranks, since kernels and so bits depend on it."""
+    memory_per_rank_gib: float | None = None
+    """Memory that a rank may use by the plan's estimate, in GiB; limits what pipeline.schedule `auto` may choose. Absent:
+    no limit."""
     wait_s: float = 600.0
     """Longest wait for the cluster to offer the gangs' resources, in seconds."""
 
     def __post_init__(self) -> None:
-        _positive("placement", cpus_per_rank=self.cpus_per_rank, threads_per_rank=self.threads_per_rank)
+        _positive("placement", cpus_per_rank=self.cpus_per_rank, threads_per_rank=self.threads_per_rank,
+                  memory_per_rank_gib=self.memory_per_rank_gib)
         _require(self.wait_s >= 0, "placement.wait_s", self.wait_s, "must be at least 0")
         _require(self.cpus_per_rank <= 1 or self.cpus_per_rank == int(self.cpus_per_rank), "placement.cpus_per_rank",
                  self.cpus_per_rank, "above 1 must be whole (Ray gives fractions only below 1)")
@@ -389,26 +415,37 @@ class JobConfig:
     """Links between ranks."""
 
     def __post_init__(self) -> None:
-        model, mesh, tensor = self.model, self.mesh, self.mesh.tensor
+        model, tensor = self.model, self.mesh.tensor
         num_layers = model.blocks + 2
         _require(model.heads % tensor == 0, "mesh.tensor", tensor, f"must divide model.heads ({model.heads})")
         _require(model.num_kv_heads % tensor == 0 or tensor % model.num_kv_heads == 0, "mesh.tensor", tensor,
                  f"must divide model.kv_heads ({model.num_kv_heads}) or be a multiple of it")
         _require(model.feed_forward % tensor == 0, "mesh.tensor", tensor,
                  f"must divide model.feed_forward ({model.feed_forward})")
-        _require(mesh.pipeline <= num_layers, "mesh.pipeline", mesh.pipeline,
-                 f"the model has {num_layers} layers (embedding, {model.blocks} blocks, head) and a stage keeps at "
-                 f"least one: at most {num_layers}")
-        if self.pipeline.layers is not None:
-            layers = list(self.pipeline.layers)
-            _require(len(layers) == mesh.pipeline, "pipeline.layers", layers,
-                     f"needs one count per stage, mesh.pipeline is {mesh.pipeline}")
-            _require(sum(layers) == num_layers, "pipeline.layers", layers,
-                     f"adds up to {sum(layers)}, the model has {num_layers} layers (embedding, {model.blocks} blocks, "
-                     "head)")
+        self._check_stages(num_layers)
         if model.family == "gpt2" and model.positions is not None:
             _require(self.train.sequence <= model.positions, "train.sequence", self.train.sequence,
                      f"is beyond model.positions ({model.positions})")
         warmup = self.learning_rate.warmup
         _require(warmup <= self.train.steps, "learning_rate.warmup", warmup,
                  f"is more than train.steps ({self.train.steps})")
+
+    def _check_stages(self, num_layers: int) -> None:
+        ranks, chunks, counts = self.mesh.pipeline, self.pipeline.num_chunks, self.pipeline.layers
+        whole = f"{num_layers} layers (embedding, {self.model.blocks} blocks, head)"
+        _require(ranks <= num_layers, "mesh.pipeline", ranks,
+                 f"the model has {whole} and a stage keeps at least one: at most {num_layers}")
+        _require(ranks * chunks <= num_layers, "pipeline.chunks", chunks,
+                 f"with pipeline.schedule {self.pipeline.schedule} and mesh.pipeline {ranks} that is {ranks * chunks} "
+                 f"stages, the model has {whole} and a stage keeps at least one: at most {num_layers // ranks} chunks, "
+                 f"or mesh.pipeline at most {num_layers // chunks}")
+        if counts is None:
+            return
+        # Without a number of chunks, `auto` takes as many as the counts are for.
+        free = self.pipeline.schedule == "auto" and self.pipeline.chunks is None
+        fits = len(counts) % ranks == 0 if free else len(counts) == ranks * chunks
+        needed = f"a multiple of {ranks} stages" if free else f"{ranks * chunks} stages (pipeline.chunks is {chunks})"
+        _require(fits and len(counts) > 0, "pipeline.layers", list(counts),
+                 f"needs one count per stage, mesh.pipeline is {ranks}: {needed}")
+        _require(sum(counts) == num_layers, "pipeline.layers", list(counts),
+                 f"adds up to {sum(counts)}, the model has {whole}")

@@ -16,14 +16,29 @@ class LayerCost:
     """Work of one layer, or of a row of layers, in any one unit (FLOPs or seconds)."""
 
     forward: float
-    backward: float
+    backward_input: float
+    """Input gradient, recompute included."""
+    backward_weight: float
+
+    @property
+    def backward(self) -> float:
+        return self.backward_input + self.backward_weight
 
     @property
     def total(self) -> float:
         return self.forward + self.backward
 
     def __add__(self, other: "LayerCost") -> "LayerCost":
-        return LayerCost(forward=self.forward + other.forward, backward=self.backward + other.backward)
+        return LayerCost(forward=self.forward + other.forward,
+                         backward_input=self.backward_input + other.backward_input,
+                         backward_weight=self.backward_weight + other.backward_weight)
+
+    def __mul__(self, factor: float) -> "LayerCost":
+        return LayerCost(forward=self.forward * factor, backward_input=self.backward_input * factor,
+                         backward_weight=self.backward_weight * factor)
+
+
+NO_COST = LayerCost(forward=0.0, backward_input=0.0, backward_weight=0.0)
 
 
 def layer_flops(layer: LayerSpec, sequence: int, *, recompute: bool = False, causal: bool = True) -> LayerCost:
@@ -33,8 +48,8 @@ def layer_flops(layer: LayerSpec, sequence: int, *, recompute: bool = False, cau
     a third when the layer is recomputed.
     """
     forward = layer.forward_flops(sequence, causal=causal)
-    passes = 1 + (not layer.frozen) + recompute
-    return LayerCost(forward=forward, backward=passes * forward)
+    return LayerCost(forward=forward, backward_input=(1 + recompute) * forward,
+                     backward_weight=0.0 if layer.frozen else forward)
 
 
 def layer_costs(config: JobConfig, spec: ModelSpec) -> tuple[LayerCost, ...]:
@@ -44,13 +59,13 @@ def layer_costs(config: JobConfig, spec: ModelSpec) -> tuple[LayerCost, ...]:
     """
     sequence, recompute = config.train.sequence, config.train.recompute == "full"
     lookup = float(sequence * config.model.hidden)
-    return tuple(LayerCost(forward=lookup, backward=lookup) if layer.kind == "embedding"
+    return tuple(LayerCost(forward=lookup, backward_input=lookup, backward_weight=0.0) if layer.kind == "embedding"
                  else layer_flops(layer, sequence, recompute=recompute) for layer in spec.layers)
 
 
 def stage_cost(costs: tuple[LayerCost, ...], layers: range) -> LayerCost:
     """Sum over the layers of a stage."""
-    return sum((costs[i] for i in layers), LayerCost(forward=0.0, backward=0.0))
+    return sum((costs[i] for i in layers), NO_COST)
 
 
 def op_cost(op: Op, stages: tuple[LayerCost, ...]) -> float:
@@ -60,6 +75,10 @@ def op_cost(op: Op, stages: tuple[LayerCost, ...]) -> float:
             return stages[op.stage].forward
         case Kind.BACKWARD:
             return stages[op.stage].backward
+        case Kind.BACKWARD_INPUT:
+            return stages[op.stage].backward_input
+        case Kind.BACKWARD_WEIGHT:
+            return stages[op.stage].backward_weight
     return 0.0
 
 

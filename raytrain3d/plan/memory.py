@@ -10,10 +10,14 @@ communication buffers, temporaries of a running op, fragmentation.
 """
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 
 from raytrain3d.config import JobConfig, ModelConfig
 from raytrain3d.plan.params import LayerSpec, ModelSpec, flat_layout
+from raytrain3d.plan.schedule import Kind, Op
+from raytrain3d.plan.simulate import held_at_peak
 
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 """By `train.dtype`: weights and activations."""
@@ -38,6 +42,9 @@ class Memory:
 
     def __add__(self, other: "Memory") -> "Memory":
         return Memory(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
+
+    def __mul__(self, count: int) -> "Memory":
+        return Memory(**{field.name: getattr(self, field.name) * count for field in fields(self)})
 
 
 def state_memory(num_elements: int, *, dtype: str, sharding: str, data: int,
@@ -89,25 +96,46 @@ def activation_bytes_per_token(layer: LayerSpec, model: ModelConfig, *, dtype: s
     return (4 * hidden + split) * element + 2 * mask + attention
 
 
-def activation_memory(config: JobConfig, spec: ModelSpec, layers: range, in_flight: int) -> Memory:
-    """Activations and logits of a stage with `in_flight` micro-batches waiting for their backward.
+def kept_memory(config: JobConfig, spec: ModelSpec, layers: range, after: Kind) -> Memory:
+    """Activations and logits that one micro-batch of a stage keeps after F for its backward, or after I for its W.
 
-    Full recompute keeps the input of each layer, and one layer in full while it is computed again.
+    Full recompute keeps the input of each layer after F. A split backward is counted as if I freed nothing: what the
+    weight gradients wait for, input and output gradient of every matrix product, is at most that.
     """
-    model, train, tensor = config.model, config.train, config.mesh.tensor
-    tokens = train.micro_batch * train.sequence
-    carried = model.hidden * ELEMENT_BYTES[train.dtype]
-    kept = [activation_bytes_per_token(spec.layers[i], model, dtype=train.dtype, sequence=train.sequence, tensor=tensor)
-            for i in layers]
-    has_head = len(spec.layers) - 1 in layers
-    logits = vocabulary_rows(model, tensor) * EXACT_BYTES[train.dtype] if has_head else 0
-    if train.recompute == "full":
-        inputs = sum(8 if spec.layers[i].kind == "embedding" else carried for i in layers)
-        live = min(in_flight, 1)
-        return Memory(activations=round(tokens * (in_flight * inputs + live * max(kept))),
-                      logits=tokens * logits * live)
-    output = 0 if has_head else carried  # the last layer's output is kept with its graph
-    return Memory(activations=round(tokens * in_flight * (sum(kept) + output)), logits=tokens * logits * in_flight)
+    model, train, last = config.model, config.train, len(spec.layers) - 1
+    tokens, carried = train.micro_batch * train.sequence, model.hidden * ELEMENT_BYTES[train.dtype]
+    if train.recompute == "full" and after is Kind.FORWARD:
+        return Memory(activations=tokens * sum(8 if spec.layers[i].kind == "embedding" else carried for i in layers))
+    output = 0 if last in layers else carried  # the last layer's output is kept with its graph
+    kept = sum(_layer_bytes(config, spec.layers[i]) for i in layers) + output
+    return Memory(activations=round(tokens * kept), logits=tokens * _logit_bytes(config) if last in layers else 0)
+
+
+def _layer_bytes(config: JobConfig, layer: LayerSpec) -> float:
+    train = config.train
+    return activation_bytes_per_token(layer, config.model, dtype=train.dtype, sequence=train.sequence,
+                                      tensor=config.mesh.tensor)
+
+
+def _logit_bytes(config: JobConfig) -> int:
+    """Of one token on the rank that holds the head."""
+    return vocabulary_rows(config.model, config.mesh.tensor) * EXACT_BYTES[config.train.dtype]
+
+
+def activation_memory(config: JobConfig, spec: ModelSpec, stages: Mapping[int, range], ops: Iterable[Op]) -> Memory:
+    """Activations and logits of a rank when its program `ops` holds most of them. stages: its stages' layers.
+
+    Full recompute adds one layer in full, which is computed again.
+    """
+    kept = cache(lambda stage, after: kept_memory(config, spec, stages[stage], after))
+    held = held_at_peak(ops, lambda stage, after: kept(stage, after).total)
+    memory = sum((kept(*what) * count for what, count in held.items()), Memory())
+    if not held or config.train.recompute == "none":
+        return memory
+    layers, tokens = [i for stage in stages.values() for i in stage], config.train.micro_batch * config.train.sequence
+    live = max(_layer_bytes(config, spec.layers[i]) for i in layers)
+    logits = _logit_bytes(config) if len(spec.layers) - 1 in layers else 0
+    return memory + Memory(activations=round(tokens * live), logits=tokens * logits)
 
 
 def vocabulary_rows(model: ModelConfig, tensor: int) -> int:
@@ -115,7 +143,7 @@ def vocabulary_rows(model: ModelConfig, tensor: int) -> int:
     return -(-model.vocabulary // (tensor * model.vocabulary_multiple)) * model.vocabulary_multiple
 
 
-def stage_memory(config: JobConfig, spec: ModelSpec, layers: range, in_flight: int) -> Memory:
-    """Everything on a rank that holds `layers`."""
-    states = (layer_state_memory(state, config) for state in spec.states_of(layers))
-    return sum(states, activation_memory(config, spec, layers, in_flight))
+def rank_memory(config: JobConfig, spec: ModelSpec, stages: Mapping[int, range], ops: Iterable[Op]) -> Memory:
+    """Everything on a rank that holds `stages` (stage -> its layers) and runs `ops`."""
+    held = spec.states_of(i for layers in stages.values() for i in layers)
+    return sum((layer_state_memory(state, config) for state in held), activation_memory(config, spec, stages, ops))

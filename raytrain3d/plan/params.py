@@ -6,6 +6,7 @@ state (`kind="tied"`, index blocks + 2) that the stages of embedding and head bo
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -124,10 +125,11 @@ class ModelSpec:
     def num_parameters(self) -> int:
         return sum(state.num_parameters for state in self.states)
 
-    def states_of(self, layers: range) -> tuple[LayerSpec, ...]:
-        """States that a rank holding `layers` needs; the tied one belongs to both ends."""
-        own = tuple(self.layers[i] for i in layers)
-        at_an_end = 0 in layers or len(self.layers) - 1 in layers
+    def states_of(self, layers: Iterable[int]) -> tuple[LayerSpec, ...]:
+        """States that a rank holding `layers` needs. The tied one belongs to both ends, once where they share a rank."""
+        held = tuple(layers)
+        own = tuple(self.layers[i] for i in held)
+        at_an_end = 0 in held or len(self.layers) - 1 in held
         return (*own, self.tied) if self.tied is not None and at_an_end else own
 
 

@@ -23,7 +23,7 @@ RESOLUTION = 2**40
 
 def partition(config: JobConfig, spec: ModelSpec) -> Stages:
     """Stages as `pipeline.layers` or else `pipeline.partition` wants them."""
-    num_layers, num_stages = len(spec.layers), config.mesh.pipeline
+    num_layers, num_stages = len(spec.layers), config.mesh.pipeline * config.pipeline.num_chunks
     if config.pipeline.layers is not None:
         return split_by_counts(config.pipeline.layers, num_layers)
     match config.pipeline.partition:

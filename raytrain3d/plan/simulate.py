@@ -5,7 +5,8 @@ has two definitions that are often mixed up, so both are given, named: of wall t
 does not compute) and of ideal time (idle over computing time; (p - 1) / m for GPipe and 1F1B with equal stages).
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from raytrain3d.plan.program import RECEIVES, SENDS, Programs, in_order, receive_of
@@ -28,7 +29,7 @@ class Timeline:
     spans: tuple[tuple[Span, ...], ...]
     """Compute ops by rank, in order."""
     peak_in_flight: tuple[int, ...]
-    """By rank: most micro-batches (of one stage each) that wait for their backward at a time."""
+    """By rank: most micro-batches, of one stage each, that wait for their (weight) backward at a time."""
 
     @property
     def makespan(self) -> float:
@@ -72,15 +73,42 @@ def simulate(programs: Programs, seconds: Callable[[Op], float], *, hop_s: float
         else:
             start, clocks[rank] = clocks[rank], clocks[rank] + seconds(op)
             spans[rank].append(Span(op=op, start=start, end=clocks[rank]))
-    return Timeline(spans=tuple(map(tuple, spans)), peak_in_flight=tuple(map(_peak, programs.ops)))
+    return Timeline(spans=tuple(map(tuple, spans)), peak_in_flight=tuple(map(peak_in_flight, programs.ops)))
 
 
-def _peak(ops: tuple[Op, ...]) -> int:
-    """Most forwards ahead of their backwards. Without any backward (evaluation) nothing is kept."""
-    if not any(op.kind is Kind.BACKWARD for op in ops):
-        return 0
-    now = peak = 0
+Held = Counter[tuple[int, Kind]]
+"""(stage, last op done) -> micro-batches that wait on one rank: after F for their backward, after I for their W."""
+
+
+def held_at_peak(ops: Iterable[Op], size: Callable[[int, Kind], float]) -> Held:
+    """What one rank holds when it holds most; nothing in a program without backwards, which keeps nothing.
+
+    size: what one micro-batch of a stage holds after F, or after I.
+    """
+    held: Held = Counter()
+    most, now, peak = held, 0.0, 0.0
+
+    def hold(stage: int, kind: Kind, count: int) -> float:
+        held[stage, kind] += count
+        return count * size(stage, kind)
+
+    backward = False
     for op in ops:
-        now += (op.kind is Kind.FORWARD) - (op.kind is Kind.BACKWARD)
-        peak = max(peak, now)
-    return peak
+        match op.kind:
+            case Kind.FORWARD:
+                now += hold(op.stage, Kind.FORWARD, 1)
+            case Kind.BACKWARD:
+                now += hold(op.stage, Kind.FORWARD, -1)
+            case Kind.BACKWARD_INPUT:
+                now += hold(op.stage, Kind.FORWARD, -1) + hold(op.stage, Kind.BACKWARD_INPUT, 1)
+            case Kind.BACKWARD_WEIGHT:
+                now += hold(op.stage, Kind.BACKWARD_INPUT, -1)
+        backward = backward or op.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        if now > peak:
+            most, peak = held.copy(), now
+    return +most if backward else Counter()
+
+
+def peak_in_flight(ops: Iterable[Op]) -> int:
+    """Most micro-batches, of one stage each, that a rank holds at a time."""
+    return held_at_peak(ops, lambda stage, kind: 1).total()

@@ -11,17 +11,18 @@ if TYPE_CHECKING:
 
 
 def plan_table(plan: "Plan") -> str:
-    """Summary lines, then one row for each stage."""
+    """Summary lines, then one row for each pipeline rank."""
     lines = [f"{name:<10}{text}" for name, text in _summary(plan)]
     kinds = [field.name for field in fields(Memory) if any(getattr(e.memory, field.name) for e in plan.estimates)]
     slowest = max(e.forward_flops + e.backward_flops for e in plan.estimates)
-    rows = [["stage", "layers", "params/rank", "work", "in flight", *kinds, "total"]]
-    for stage, e in enumerate(plan.estimates):
+    rows = [["rank", "layers", "params/rank", "work", "in flight", *kinds, "total"]]
+    for rank, e in enumerate(plan.estimates):
         work = (e.forward_flops + e.backward_flops) / slowest
-        rows.append([str(stage), layer_names(plan.layers_of(stage), plan.num_layers), amount(e.parameters),
+        layers = " | ".join(layer_names(plan.layers_of(stage), plan.num_layers) for stage in e.stages)
+        rows.append([str(rank), layers, amount(e.parameters),
                      f"{work:.0%}", str(e.peak_in_flight), *(size(getattr(e.memory, kind)) for kind in kinds),
                      size(e.memory.total)])
-    note = "Sizes are estimated memory of one rank; work is FLOPs against the slowest stage."
+    note = "A row is a pipeline rank. Sizes are its estimated memory; work is FLOPs against the slowest."
     return "\n".join([*lines, "", *_aligned(rows), "", note])
 
 

@@ -3,8 +3,18 @@ from collections.abc import Callable
 import pytest
 
 from raytrain3d.config import JobConfig
-from raytrain3d.plan.cost import layer_costs, layer_flops, model_flops_per_token, model_flops_utilization, stage_cost
+from raytrain3d.plan.cost import (
+    NO_COST,
+    LayerCost,
+    layer_costs,
+    layer_flops,
+    model_flops_per_token,
+    model_flops_utilization,
+    op_cost,
+    stage_cost,
+)
 from raytrain3d.plan.params import ModelSpec, model_spec
+from raytrain3d.plan.schedule import Kind, Op
 
 Job = Callable[..., JobConfig]
 SEQUENCE, VOCABULARY = 2048, 51200
@@ -53,12 +63,21 @@ def test_share_of_peak_of_table_1(billions: str) -> None:
 
 
 def test_backward_is_two_forwards_three_with_recompute_one_when_frozen(job: Job) -> None:
-    def ratio(recompute: bool, freeze: tuple[str, ...] = ()) -> float:
+    """Input gradient and weight gradient cost a forward each; the forward again goes with the input gradient."""
+    def ratios(recompute: bool, freeze: tuple[str, ...] = ()) -> tuple[float, float]:
         config = job(freeze=freeze)
         cost = layer_flops(model_spec(config.model, config.train, 1).layers[1], 32, recompute=recompute)
-        return cost.backward / cost.forward
+        assert cost.total == cost.forward + cost.backward == cost.forward + cost.backward_input + cost.backward_weight
+        return cost.backward_input / cost.forward, cost.backward_weight / cost.forward
 
-    assert (ratio(False), ratio(True), ratio(False, ("blocks.0",))) == (2, 3, 1)
+    assert (ratios(False), ratios(True), ratios(False, ("blocks.0",))) == ((1, 1), (2, 1), (1, 0))
+
+
+def test_cost_of_each_kind_of_op() -> None:
+    stages = (LayerCost(forward=1.0, backward_input=2.0, backward_weight=4.0), NO_COST)
+    costs = {kind: op_cost(Op(kind, 0, 3), stages) for kind in Kind}
+    assert costs == dict.fromkeys(Kind, 0.0) | {
+        Kind.FORWARD: 1.0, Kind.BACKWARD: 6.0, Kind.BACKWARD_INPUT: 2.0, Kind.BACKWARD_WEIGHT: 4.0}
 
 
 def test_embedding_costs_next_to_nothing_but_not_nothing(job: Job) -> None:

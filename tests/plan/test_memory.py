@@ -5,13 +5,15 @@ import pytest
 
 from raytrain3d.config import JobConfig
 from raytrain3d.plan.memory import (
+    Memory,
     activation_bytes_per_token,
     activation_memory,
     layer_state_memory,
-    stage_memory,
+    rank_memory,
     state_memory,
 )
 from raytrain3d.plan.params import flat_layout, model_spec
+from raytrain3d.plan.schedule import Kind, Op
 
 Job = Callable[..., JobConfig]
 GB = 10**9
@@ -79,13 +81,21 @@ def test_fused_attention_drops_the_quadratic_term(job: Job) -> None:
     assert kept(32) == kept(4096) == 34 * 64
 
 
+def warm_up(in_flight: int) -> list[Op]:
+    """`in_flight` forwards and their backwards."""
+    return [Op(kind, 0, i) for kind in (Kind.FORWARD, Kind.BACKWARD) for i in range(in_flight)]
+
+
+def activations_of(job: Job, layers: range, ops: list[Op], **changes: object) -> Memory:
+    config = job(**changes)
+    return activation_memory(config, model_spec(config.model, config.train, config.mesh.tensor), {0: layers}, ops)
+
+
 def test_activations_grow_with_micro_batches_in_flight_and_recompute_keeps_inputs(job: Job) -> None:
     hidden_bytes = 64 * 4 * 32  # one (1, 32, 64) tensor in FP32
 
     def activations(in_flight: int, **changes: object) -> int:
-        config = job(**changes)
-        spec = model_spec(config.model, config.train, 1)
-        return activation_memory(config, spec, range(1, 5), in_flight).activations
+        return activations_of(job, range(1, 5), warm_up(in_flight), **changes).activations
 
     assert activations(0) == 0
     assert activations(4) == 4 * activations(1)
@@ -97,18 +107,49 @@ def test_activations_grow_with_micro_batches_in_flight_and_recompute_keeps_input
 
 def test_logits_are_on_the_last_stage_and_divided_over_tensor_ranks(job: Job) -> None:
     """4 s b V / t bytes for each micro-batch in flight."""
-    config = job(tensor=2, micro_batch=2, dtype="bf16")
-    spec = model_spec(config.model, config.train, 2)
-    assert activation_memory(config, spec, range(3), 4).logits == 0
-    assert activation_memory(config, spec, range(3, 6), 3).logits == 3 * 4 * 32 * 2 * 256 // 2
+    changes = {"tensor": 2, "micro_batch": 2, "dtype": "bf16"}
+    assert activations_of(job, range(3), warm_up(4), **changes).logits == 0
+    assert activations_of(job, range(3, 6), warm_up(3), **changes).logits == 3 * 4 * 32 * 2 * 256 // 2
 
 
-def test_a_stage_holds_its_layers_and_the_tied_weight(job: Job) -> None:
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_split_backward_holds_all_until_the_weight_gradient(job: Job, recompute: str) -> None:
+    """F0 I0 F1 I1: both wait for their W in full, whatever was kept before I."""
+    ops = [Op(kind, 0, i) for i in range(2) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT)]
+    full = activations_of(job, range(1, 5), warm_up(1)).activations
+    layer = activations_of(job, range(1, 2), warm_up(1)).activations - 64 * 4 * 32  # without its output
+    split = activations_of(job, range(1, 5), ops, recompute=recompute).activations
+    assert split == 2 * full + (layer if recompute == "full" else 0)
+    freed = [*ops[:2], Op(Kind.BACKWARD_WEIGHT, 0, 0), *ops[2:]]
+    assert activations_of(job, range(1, 5), freed).activations == full
+
+
+def test_uneven_chunks_are_counted_by_what_each_holds_at_the_peak(job: Job) -> None:
+    """Stage 0 (1 block) twice, then stage 1 (3 blocks) once: neither the most micro-batches nor a mean of stages."""
+    config = job()
+    spec = model_spec(config.model, config.train, 1)
+
+    def activations(ops: str) -> int:
+        program = [Op(Kind(text[1]), int(text[0]), int(text[2])) for text in ops.split()]
+        return activation_memory(config, spec, {0: range(1, 2), 1: range(2, 5)}, program).activations
+
+    small, large = activations("0F0 0B0"), activations("1F0 1B0")
+    assert large > 2 * small
+    assert activations("0F0 0F1 0B0 0B1 1F0 1B0") == large
+    assert activations("0F0 1F0 1B0 0F1 0F2 0B0 0B1 0B2") == small + large
+
+
+def test_a_rank_holds_its_layers_and_the_tied_weight_once(job: Job) -> None:
     config = job(tied_embeddings=True)
     spec = model_spec(config.model, config.train, 1)
-    first, middle, last = (stage_memory(config, spec, layers, 1) for layers in (range(1), range(1, 5), range(5, 6)))
+
+    def weights(*layers: range) -> int:
+        return rank_memory(config, spec, dict(enumerate(layers)), []).weights
+
     assert spec.tied is not None
-    tied = layer_state_memory(spec.tied, config).weights
-    assert first.weights == tied
-    assert last.weights == tied + layer_state_memory(spec.layers[5], config).weights
-    assert middle.weights == 4 * layer_state_memory(spec.layers[1], config).weights
+    tied, *_, head = (layer_state_memory(state, config).weights for state in (spec.tied, spec.layers[5]))
+    block = layer_state_memory(spec.layers[1], config).weights
+    assert weights(range(1)) == tied
+    assert weights(range(5, 6)) == tied + head
+    assert weights(range(1, 5)) == 4 * block
+    assert weights(range(2), range(4, 6)) == tied + head + 2 * block

@@ -94,7 +94,7 @@ def test_table(job: Job) -> None:
         "schedule  1f1b",
         f"idle      {plan.idle_share:.1%} of wall time ({plan.idle_of_ideal:.1%} of ideal time), predicted",
     ]
-    assert lines[9].split() == ["stage", "layers", "params/rank", "work", "in", "flight", "weights", "gradients",
+    assert lines[9].split() == ["rank", "layers", "params/rank", "work", "in", "flight", "weights", "gradients",
                                 "master", "moments", "activations", "logits", "total"]
     assert [" ".join(line.split()[:4]) for line in lines[10:13]] == [
         "0 embedding, block 0", "1 blocks 1-2 53.50K", "2 block 3, head"]
