@@ -10,9 +10,10 @@ from typing import TextIO
 from raytrain3d.config import JobConfig
 from raytrain3d.data.check import check_data
 from raytrain3d.data.manifest import SPLITS, read_manifest
-from raytrain3d.gang.check import CheckReport, check_fleet
+from raytrain3d.gang.check import check_fleet
 from raytrain3d.gang.controller import Controller, Ending, Job
-from raytrain3d.gang.fleet import Fleet, Limits
+from raytrain3d.gang.failure import diagnose
+from raytrain3d.gang.fleet import Fleet, FleetFailed, Limits
 from raytrain3d.gang.launchers import Launcher, open_launcher
 from raytrain3d.gang.mailbox import Mailbox, SocketMailbox
 from raytrain3d.gang.run_directory import RunDirectory, check_shared, with_absolute_paths
@@ -51,15 +52,14 @@ def run_job(config: JobConfig, *, launcher: str, address: str | None = None, out
 
 def check_job(config: JobConfig, *, launcher: str, address: str | None = None, output: TextIO | None = None,
               trainer: TrainerFactory = make_trainer) -> int:
-    """Start the gangs, try directories, data, links and disk, and end. Returns 0 when all is well, 1 with warnings."""
+    """Start the gangs, try directories, data, links and disk, and end. Returns the exit code: 0 when all is well, 1 with
+    warnings, 143 after SIGTERM, 130 after Ctrl-C. Raises a RayTrain3DError for whatever would end a job."""
     absolute = with_absolute_paths(config)
     check_data(absolute)
     progress = make_progress(output or sys.stdout, config.train.steps)
     try:
         with open_launcher(launcher, config, address, progress.say) as opened:
-            report = _check(_Run(absolute, config.run.directory, opened, progress, trainer))
-            progress.say(report.table())
-            return 1 if report.warnings else 0
+            return _check(_Run(absolute, config.run.directory, opened, progress, trainer))
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
@@ -90,7 +90,10 @@ class _Run:
         limits = replace(Limits(), work_s=self.config.network.timeout_s + RANK_LIMIT_MARGIN_S)
         with self.launcher.gangs(settings, stop, self.progress.say) as gangs:
             fleet = Fleet(gangs, stop, limits)
-            yield fleet
+            try:
+                yield fleet
+            except FleetFailed as failed:
+                raise diagnose(failed.signs, plan.mesh, fleet.nodes) from None
             fleet.leave()
 
 
@@ -124,12 +127,18 @@ def _train(run: _Run) -> int:
     return ending.exit_code
 
 
-def _check(run: _Run) -> CheckReport:
-    plan, stop = run.make_plan(), StopFlag()
-    run.progress.say(plan.table())
-    with stop.on_signals(), run.fleet(plan, None, stop) as fleet:
-        store = serve_store(run.launcher.address, run.config.network.store_port)
-        return check_fleet(fleet, RunDirectory(run.config).location, run.launcher.address, store.port, run.check_nodes)
+def _check(run: _Run) -> int:
+    plan, stop, progress, host = run.make_plan(), StopFlag(), run.progress, run.launcher.address
+    progress.say(plan.table())
+    try:
+        with stop.on_signals(), run.fleet(plan, None, stop) as fleet:
+            store = serve_store(host, run.config.network.store_port)
+            report = check_fleet(fleet, RunDirectory(run.config).location, host, store.port, run.check_nodes)
+    except StopRequested as stopped:
+        progress.say(f"{stopped}: stopped before all was checked")
+        return stop.exit_code
+    progress.say(report.table())
+    return 1 if report.warnings else 0
 
 
 @contextmanager

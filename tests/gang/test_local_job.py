@@ -2,9 +2,12 @@
 
 import io
 import json
+import os
 import signal
+import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -13,22 +16,30 @@ from fake_jobs import Driver, fake_job, wait_until, with_steps
 from fake_trainer import FakeTrainer, set_fault
 
 from raytrain3d.checkpoint.store import steps
+from raytrain3d.cli import main
 from raytrain3d.config import JobConfig
 from raytrain3d.errors import CheckpointError, ConfigError, DataError, RankFailed
+from raytrain3d.gang import run as gang_run
 from raytrain3d.gang.controller import lease_end
 from raytrain3d.gang.mailbox import ask_socket
 from raytrain3d.gang.run import check_job, run_job
+from raytrain3d.load import dump
 
 pytestmark = pytest.mark.dist
 
 
 def run(config: JobConfig, launcher: str = "local") -> tuple[int, str]:
-    """(exit code, what was printed); no rank process may be left."""
+    """(exit code, what was printed)"""
     output = io.StringIO()
     try:
         return run_job(config, launcher=launcher, output=output, trainer=FakeTrainer), output.getvalue()
     finally:
-        assert not [child for child in psutil.Process().children() if "raytrain3d.gang.child" in child.cmdline()]
+        assert_no_ranks()
+
+
+def assert_no_ranks() -> None:
+    """No rank process of this one is left."""
+    assert not [child for child in psutil.Process().children() if "raytrain3d.gang.child" in child.cmdline()]
 
 
 def lines(config: JobConfig, name: str) -> list[dict[str, object]]:
@@ -93,6 +104,40 @@ def test_check_starts_the_gangs_and_ends(tmp_path: Path) -> None:
     assert check_job(config, launcher="local", output=output, trainer=FakeTrainer) == 0
     assert "MB/s written" in output.getvalue() and "all well" in output.getvalue()
     assert list((Path(config.run.directory) / "job").iterdir()) == []
+
+
+@pytest.mark.parametrize(("step", "kind", "words"), [
+    ("links", "raise", "failed while measuring links: MemoryError: no room for activations"),
+    ("links", "exit", "died while measuring links: its process was ended by SIGKILL"),
+    (0, "exit", "died while joining: its process was ended by SIGKILL")])
+def test_check_names_a_rank_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                       capsys: pytest.CaptureFixture[str], step: int | str, kind: str,
+                                       words: str) -> None:
+    config = fake_job(tmp_path)
+    file = tmp_path / "job.yaml"
+    file.write_text(dump(config))
+    Path(config.run.directory).mkdir()
+    set_fault(config, 1, step, kind)
+    monkeypatch.setattr(gang_run, "check_job", partial(check_job, trainer=FakeTrainer))
+    assert main(["check", str(file), "--launcher", "local"]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: rank 1 (replica 0, stage 1, tensor 0) on node ")
+    assert words in printed.err.splitlines()[0]
+    assert "FleetFailed" not in printed.err and "all well" not in printed.out
+    assert_no_ranks()
+
+
+def test_a_signal_ends_a_check(tmp_path: Path) -> None:
+    config = fake_job(tmp_path)
+    Path(config.run.directory).mkdir()
+    set_fault(config, 1, "links", "hang")
+    output = io.StringIO()
+    timer = threading.Timer(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    timer.start()
+    assert check_job(config, launcher="local", output=output, trainer=FakeTrainer) == 143
+    timer.join()
+    assert "SIGTERM: stopped before all was checked" in output.getvalue()
+    assert_no_ranks()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 FAULT = "fault.json"
 
 
-def set_fault(config: JobConfig, rank: int, step: int, kind: str) -> None:
-    """kind: exit, raise, connection, hang, join."""
+def set_fault(config: JobConfig, rank: int, step: int | str, kind: str) -> None:
+    """step: 0 for joining, `links` for their measurement. kind: exit, raise, connection, hang."""
     path = Path(config.run.directory) / FAULT
     path.with_suffix(".partial").write_text(json.dumps({"rank": rank, "step": step, "kind": kind}))
     path.with_suffix(".partial").replace(path)
@@ -84,6 +84,7 @@ class FakeTrainer:
         return write_shard(directory, self._rank, self._pieces(), step=step)
 
     def measure_links(self) -> dict[str, float]:
+        self._fail("links")
         return {"ms to rank 0": 0.1}
 
     def request_stop(self) -> None:
@@ -120,7 +121,7 @@ class FakeTrainer:
                       tensor=torch.zeros(shape))
                 for name, shape in global_shapes(self._config).items() for kind in KINDS if kind != "master"]
 
-    def _fail(self, step: int) -> None:
+    def _fail(self, step: int | str) -> None:
         try:
             fault = json.loads((self._directory / FAULT).read_text())
         except OSError:
