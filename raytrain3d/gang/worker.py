@@ -14,12 +14,13 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from raytrain3d.config import JobConfig
 from raytrain3d.metrics.logs import log_to_file
+from raytrain3d.metrics.trace_file import append_trace
 from raytrain3d.plan.plan import Plan
 from raytrain3d.train.report import EvaluationReport, StepReport
 
@@ -161,7 +162,7 @@ class RankWorker:
         """A lease: steps `first` to `last`, or until some rank was asked to stop."""
         for n in range(first, last + 1):
             self._step = n
-            report = self._connected.step(n)
+            report = self._written_down(self._connected.step(n))
             with self._lock:
                 self._reports.append(report)
             logger.debug("step %d loss %.6f in %.3f s", n, report.loss, report.seconds)
@@ -209,6 +210,13 @@ class RankWorker:
     def _connected(self) -> "Trainer":
         assert self._trainer is not None, "join() comes first"
         return self._trainer
+
+    def _written_down(self, report: StepReport) -> StepReport:
+        """The report without its timeline, which goes to the rank's trace file, not to the driver."""
+        logs = self._settings.log_directory
+        if logs is not None:
+            append_trace(Path(logs).parent, report)
+        return replace(report, timeline=None)
 
     def _describe(self, error: Exception) -> RankError:
         trainer = self._trainer

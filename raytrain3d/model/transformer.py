@@ -6,7 +6,7 @@ input that several column slices read), `reduce` (an output that is a partial su
 layer's flat buffer, so a module holds whatever slice it was given and sizes come from the weights.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -216,7 +216,7 @@ class Head(Layer):
                              vocabulary=self.model.vocabulary, maximum=self.maximum, total=self.total)
 
 
-def build_layers(model: ModelConfig, layers: range) -> dict[int, Layer]:
+def build_layers(model: ModelConfig, layers: Iterable[int]) -> dict[int, Layer]:
     """Modules of the given layers, without parameters."""
     rotary = RotaryTables(model) if model.family == "llama" else None
     last = model.blocks + 1

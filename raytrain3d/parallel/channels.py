@@ -2,35 +2,56 @@
 
 A channel is a two-rank group that carries messages of one direction, first in first out. Its receives are posted at most
 two ahead in the order of the program (NCCL runs a communicator's operations in issue order, so more would not overlap).
+On GPUs each channel's operations run on the communicator's own stream: posting orders them after what made or last read
+the buffer, waiting orders later compute after them, and the host goes on.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from raytrain3d.parallel.groups import Group, Work
-from raytrain3d.plan.program import Channel, Programs
+from raytrain3d.plan.program import Channel
+from raytrain3d.plan.rank_program import RankProgram
 from raytrain3d.plan.schedule import Op
 
 POSTED_AHEAD = 2
 
 
+class Buffers:
+    """Tensors of one shape for received messages, used again and again: their number is what the schedule needs."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._shape, self._dtype, self._device = shape, dtype, device
+        self._free: list[Tensor] = []
+        self.made = 0
+
+    def take(self) -> Tensor:
+        """A tensor with any content."""
+        if self._free:
+            return self._free.pop()
+        self.made += 1
+        return torch.empty(self._shape, dtype=self._dtype, device=self._device)
+
+    def give_back(self, tensor: Tensor) -> None:
+        """Nothing reads `tensor` any more."""
+        self._free.append(tensor)
+
+
 class Inbox:
     """Receives of one channel for one run of a program."""
 
-    def __init__(self, group: Group, ops: Sequence[Op], shape: tuple[int, ...], dtype: torch.dtype,
-                 device: torch.device) -> None:
-        self._group, self._coming = group, deque(ops)
-        self._shape, self._dtype, self._device = shape, dtype, device
+    def __init__(self, group: Group, ops: Sequence[Op], buffers: Buffers) -> None:
+        self._group, self._coming, self._buffers = group, deque(ops), buffers
         self._posted: deque[tuple[Op, Tensor, Work]] = deque()
         for _ in range(POSTED_AHEAD):
             self._post()
 
     def _post(self) -> None:
         if self._coming:
-            tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+            tensor = self._buffers.take()
             self._posted.append((self._coming.popleft(), tensor, self._group.receive(tensor, 0)))
 
     def take(self, op: Op) -> Tensor:
@@ -43,28 +64,33 @@ class Inbox:
 
 
 class Mail:
-    """All channels of one rank during one run of its program. Messages are activations or their gradients, all of
-    `shape`: (batch, seq, hidden)."""
+    """All channels of one rank during one run of its program. Messages are activations or their gradients, all of the
+    buffers' shape: (batch, seq, hidden)."""
 
-    def __init__(self, channels: dict[Channel, Group], programs: Programs, rank: int, shape: tuple[int, ...],
-                 dtype: torch.dtype, device: torch.device) -> None:
-        self._channels, self._programs = channels, programs
-        self._inboxes = {channel: Inbox(channels[channel], ops, shape, dtype, device)
-                         for channel, ops in programs.receives(rank).items()}
-        self._sent: deque[tuple[Tensor, Work]] = deque()
+    def __init__(self, channels: Mapping[Channel, Group], program: RankProgram, buffers: Buffers) -> None:
+        self._groups = {op: channels[channel] for op, channel in program.channels.items()}
+        self._inboxes = {op: inbox for channel, ops in program.arrivals.items()
+                         for inbox in [Inbox(channels[channel], ops, buffers)] for op in ops}
+        self._delivered, self._buffers = program.delivered, buffers
+        self._sent: dict[Op, tuple[Tensor, Work]] = {}
 
     def send(self, op: Op, tensor: Tensor) -> None:
         """Start sending; the tensor is kept until it left."""
-        channel = self._programs.channel(op)
-        assert channel is not None
-        self._sent.append((tensor, self._channels[channel].send(tensor, 1)))
+        self._sent[op] = (tensor, self._groups[op].send(tensor, 1))
 
     def receive(self, op: Op) -> Tensor:
-        channel = self._programs.channel(op)
-        assert channel is not None
-        return self._inboxes[channel].take(op)
+        """Wait for the message of `op`. The tensor is one of the buffers: hand it to `release` when it was read."""
+        tensor = self._inboxes[op].take(op)
+        for send in self._delivered.get(op, ()):
+            self._sent.pop(send)[1].wait()
+        return tensor
+
+    def release(self, tensor: Tensor) -> None:
+        """A received message was read for the last time."""
+        self._buffers.give_back(tensor)
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
-        while self._sent:
-            self._sent.popleft()[1].wait()
+        for _, work in self._sent.values():
+            work.wait()
+        self._sent.clear()

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from raytrain3d.plan.mesh import Coordinate, Mesh
-from raytrain3d.plan.program import Channel
+from raytrain3d.plan.mesh import Mesh
+from raytrain3d.plan.rank_program import channels_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +125,9 @@ class Link:
 
 
 class Groups:
-    """Every group of one rank in one generation."""
+    """Every group of one rank in one generation. `placement`: stage -> pipeline rank that holds it."""
 
-    def __init__(self, mesh: Mesh, rank: int, link: Link, *, device: str) -> None:
+    def __init__(self, mesh: Mesh, placement: Sequence[int], rank: int, link: Link, *, device: str) -> None:
         def make(kind: str, ranks: Sequence[int], device: str = device) -> Group:
             return Group(f"{kind}/{'-'.join(map(str, ranks))}", ranks, rank, link, device=device)
 
@@ -135,22 +135,16 @@ class Groups:
         gang, pipeline = mesh.gang(at.data), mesh.group("pipeline", rank)
         self.tensor = make("tensor", mesh.group("tensor", rank))
         self.data = make("data", mesh.group("data", rank))
-        self.ends = make("ends", (pipeline[0], pipeline[-1])) if self._at_an_end(mesh, at) else None
+        ends = (placement[0], placement[-1])
+        self.ends = (make("ends", [pipeline[end] for end in ends])
+                     if at.pipeline in ends and ends[0] != ends[1] else None)
         self.gang = make("gang", gang, "cpu")
         leaders = [mesh.gang(replica)[0] for replica in range(mesh.data)]
         self.leaders = make("leaders", leaders, "cpu") if rank in leaders else None
-        self.channels: dict[Channel, Group] = {}
-        for left, right in zip(range(mesh.pipeline - 1), range(1, mesh.pipeline), strict=True):
-            for channel in (Channel(sender=left, receiver=right, forward=True),
-                            Channel(sender=right, receiver=left, forward=False)):
-                if at.pipeline in (left, right):
-                    ends = (pipeline[channel.sender], pipeline[channel.receiver])
-                    self.channels[channel] = make(f"channel/{'forward' if channel.forward else 'backward'}", ends)
+        self.channels = {channel: make(f"channel/{'forward' if channel.forward else 'backward'}",
+                                       (pipeline[channel.sender], pipeline[channel.receiver]))
+                         for channel in channels_of(placement) if at.pipeline in (channel.sender, channel.receiver)}
         self._try_channels(torch.device("cuda", torch.cuda.current_device()) if device == "gpu" else torch.device("cpu"))
-
-    @staticmethod
-    def _at_an_end(mesh: Mesh, at: Coordinate) -> bool:
-        return mesh.pipeline > 1 and at.pipeline in (0, mesh.pipeline - 1)
 
     def _try_channels(self, device: torch.device) -> None:
         """One message over each channel, in the same global order everywhere: connections exist before step 1."""

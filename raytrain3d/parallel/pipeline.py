@@ -4,18 +4,24 @@ The autograd graph is cut at every layer: a forward keeps each layer's input and
 layer at a time. So a layer's cost can be timed, its reduction can start as soon as its last backward is done, and it can
 be recomputed, all without knowing its neighbours. What crosses a layer border is contiguous in both directions, inside a
 stage as on a channel, so that the same kernels run wherever a layer lives.
+
+A split backward (I, then W) goes through the layers once, in I; what the weight gradients of the linear layers need is
+kept by layer until W. All else of the micro-batch is free after I, but for received messages: a linear may have kept one.
 """
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from raytrain3d.parallel.channels import Mail
+from raytrain3d.plan.program import SENDS
+from raytrain3d.plan.rank_program import RankProgram
 from raytrain3d.plan.schedule import Kind, Op
 
 
@@ -25,7 +31,14 @@ class LayerTimes:
 
     forward: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     backward: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """Whole backwards, and input gradients of split ones."""
+    weight: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """Weight gradients of split backwards."""
     receive_wait: float = 0.0
+
+    @property
+    def compute(self) -> float:
+        return sum(self.forward.values()) + sum(self.backward.values()) + sum(self.weight.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,84 +60,154 @@ class Feed:
     """(micro-batch, layer) -> what the layer's forward takes beside its input."""
 
 
+class WeightGradients(Protocol):
+    """What the backward of one layer put off."""
+
+    def accumulate(self) -> None:
+        """Add it to the layer's gradient buffer."""
+
+
+PutOff = Callable[[], AbstractContextManager[WeightGradients]]
+"""Backwards under it leave the weight gradients of linear layers to what it yields."""
+
+
+@dataclass(slots=True)
+class InFlight:
+    """What one micro-batch leaves at one stage until its backward, and until its weight gradients."""
+
+    layers: list[tuple[int, Tensor, Tensor | None]] = field(default_factory=list)
+    """(layer, what entered it, its output or None to compute it again) from first to last."""
+    messages: list[Tensor] = field(default_factory=list)
+    """Received activations and gradients."""
+    put_off: list[tuple[int, WeightGradients]] = field(default_factory=list)
+    """Weight gradients by layer, from last to first."""
+
+
 class PipelineRun:
     """One run of a rank's program: activations in flight, losses so far, times.
 
     `layer_done(layer)` is called after the last backward of a layer. Without backwards in the program nothing is kept.
+    With `record`, every op but sends leaves its start and end (seconds of `time.perf_counter`) in `spans`.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], mail: Mail, feed: Feed, *, recompute: bool,
-                 layer_done: Callable[[int], None]) -> None:
+    def __init__(self, stages: Mapping[int, Stage], mail: Mail, feed: Feed, *, recompute: bool, put_off: PutOff,
+                 layer_done: Callable[[int], None], record: bool = False) -> None:
         self._stages, self._mail, self._feed = stages, mail, feed
-        self._recompute, self._layer_done = recompute, layer_done
+        self._recompute, self._put_off, self._layer_done = recompute, put_off, layer_done
         self._training = False
-        self._backwards_left: dict[int, int] = {}
-        self._arrived: dict[tuple[int, bool], Tensor] = {}
-        self._leaving: dict[tuple[int, bool], Tensor] = {}
-        self._kept: dict[tuple[int, int], list[tuple[int, Tensor, Tensor | None]]] = {}
+        self._gradients_left: dict[int, int] = {}
+        self._entering: dict[tuple[int, int], Tensor] = {}
+        self._coming_back: dict[tuple[int, int], Tensor] = {}
+        self._leaving: dict[tuple[Kind, int, int], Tensor] = {}
+        self._in_flight: dict[tuple[int, int], InFlight] = defaultdict(InFlight)
         self.losses: list[Tensor] = []
         """Summed loss of each micro-batch, on the last stage."""
         self.times = LayerTimes()
+        self._record = record
+        self.spans: list[tuple[Op, float, float]] = []
         self.current: Op | None = None
         """The op under way; stays where it was when an error ends the run."""
 
-    def execute(self, ops: Sequence[Op]) -> None:
-        """Run the ops in order and wait until everything sent has left."""
-        backwards = Counter(op.stage for op in ops if op.kind is Kind.BACKWARD)
-        self._training, self._backwards_left = bool(backwards), dict(backwards)
-        for op in ops:
+    def execute(self, program: RankProgram) -> None:
+        """Run all ops in order and wait until everything sent has left."""
+        self._gradients_left = Counter(op.stage for op in program.ops if op.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
+        self._training = bool(self._gradients_left)
+        for op in program.ops:
             self.current = op
+            start = time.perf_counter()
             self._execute(op)
+            if self._record and op.kind not in SENDS:
+                self.spans.append((op, start, time.perf_counter()))
         self._mail.finish()
 
     def _execute(self, op: Op) -> None:
         match op.kind:
-            case Kind.RECEIVE_FORWARD | Kind.RECEIVE_BACKWARD:
-                start = time.perf_counter()
-                self._arrived[op.stage, op.kind is Kind.RECEIVE_FORWARD] = self._mail.receive(op)
-                self.times.receive_wait += time.perf_counter() - start
-            case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
-                self._mail.send(op, self._leaving.pop((op.stage, op.kind is Kind.SEND_FORWARD)))
             case Kind.FORWARD:
                 self._forward(op)
             case Kind.BACKWARD:
-                self._backward(op)
+                self._backward(op, split=False)
+                self._finish_backward(op)
+            case Kind.BACKWARD_INPUT:
+                self._backward(op, split=True)
+            case Kind.BACKWARD_WEIGHT:
+                self._weight_gradients(op)
+                self._finish_backward(op)
+            case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
+                self._mail.send(op, self._leaving.pop((op.kind, op.stage, op.micro_batch)))
+            case Kind.RECEIVE_FORWARD | Kind.RECEIVE_BACKWARD:
+                self._receive(op)
+
+    def _receive(self, op: Op) -> None:
+        start = time.perf_counter()
+        message = self._mail.receive(op)
+        self.times.receive_wait += time.perf_counter() - start
+        forward = op.kind is Kind.RECEIVE_FORWARD
+        (self._entering if forward else self._coming_back)[op.stage, op.micro_batch] = message
+        self._in_flight[op.stage, op.micro_batch].messages.append(message)
 
     def _forward(self, op: Op) -> None:
-        stage = self._stages[op.stage]
-        x = self._feed.tokens(op.micro_batch) if stage.is_first else self._arrived.pop((op.stage, True))
-        kept: list[tuple[int, Tensor, Tensor | None]] = []
+        stage, key = self._stages[op.stage], (op.stage, op.micro_batch)
+        x = self._feed.tokens(op.micro_batch) if stage.is_first else self._entering.pop(key)
         for layer, module in stage.layers.items():
             start = time.perf_counter()
-            entering = x.requires_grad_() if x.is_floating_point() and self._training else x
+            entering = x.detach().requires_grad_() if x.is_floating_point() and self._training else x
             with torch.set_grad_enabled(self._training and not self._recompute):
                 out = module(entering, *self._feed.arguments(op.micro_batch, layer))
-            kept.append((layer, entering, None if self._recompute else out))
+            if self._training:
+                self._in_flight[key].layers.append((layer, entering, None if self._recompute else out))
             x = out.detach().contiguous()
             self.times.forward[layer] += time.perf_counter() - start
-        if self._training:
-            self._kept[op.stage, op.micro_batch] = kept
         if stage.is_last:
             self.losses.append(x)
         else:
-            self._leaving[op.stage, True] = x
+            self._pass_on(x, op, Kind.SEND_FORWARD, op.stage + 1)
+        if not self._training:
+            self._let_go(op)
 
-    def _backward(self, op: Op) -> None:
-        stage = self._stages[op.stage]
-        gradient = None if stage.is_last else self._arrived.pop((op.stage, False))
-        self._backwards_left[op.stage] -= 1
-        kept = self._kept.pop((op.stage, op.micro_batch))
-        while kept:
-            layer, entering, out = kept.pop()
+    def _backward(self, op: Op, *, split: bool) -> None:
+        stage, key = self._stages[op.stage], (op.stage, op.micro_batch)
+        gradient = None if stage.is_last else self._coming_back.pop(key)
+        in_flight = self._in_flight[key]
+        while in_flight.layers:
+            layer, entering, out = in_flight.layers.pop()
             start = time.perf_counter()
             if out is None:
                 out = stage.layers[layer](entering, *self._feed.arguments(op.micro_batch, layer))
-            if out.requires_grad:
-                torch.autograd.backward(out, gradient)
+            with self._put_off() if split else nullcontext() as later:
+                if out.requires_grad:
+                    torch.autograd.backward(out, gradient)
+            if later is not None:
+                in_flight.put_off.append((layer, later))
             gradient = None if entering.grad is None else entering.grad.contiguous()
             self.times.backward[layer] += time.perf_counter() - start
-            if self._backwards_left[op.stage] == 0:
+            if not split and self._gradients_left[op.stage] == 1:
                 self._layer_done(layer)
         if not stage.is_first:
             assert gradient is not None
-            self._leaving[op.stage, False] = gradient
+            self._pass_on(gradient, op, Kind.SEND_BACKWARD, op.stage - 1)
+
+    def _weight_gradients(self, op: Op) -> None:
+        for layer, later in self._in_flight[op.stage, op.micro_batch].put_off:
+            start = time.perf_counter()
+            later.accumulate()
+            self.times.weight[layer] += time.perf_counter() - start
+            if self._gradients_left[op.stage] == 1:
+                self._layer_done(layer)
+
+    def _finish_backward(self, op: Op) -> None:
+        self._gradients_left[op.stage] -= 1
+        self._let_go(op)
+
+    def _pass_on(self, x: Tensor, op: Op, send: Kind, stage: int) -> None:
+        """To a stage on this rank directly, else to the send that follows."""
+        if stage in self._stages:
+            (self._entering if send is Kind.SEND_FORWARD else self._coming_back)[stage, op.micro_batch] = x
+            return
+        messages = self._in_flight[op.stage, op.micro_batch].messages
+        borrowed = any(x.untyped_storage().data_ptr() == m.untyped_storage().data_ptr() for m in messages)
+        # A layer may hand on what it was given; that buffer is used again as soon as this stage is done with it.
+        self._leaving[send, op.stage, op.micro_batch] = x.clone() if borrowed else x
+
+    def _let_go(self, op: Op) -> None:
+        for message in self._in_flight.pop((op.stage, op.micro_batch), InFlight()).messages:
+            self._mail.release(message)

@@ -5,6 +5,18 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """When one rank ran each op of a step: what `raytrain3d trace` draws."""
+
+    start: float
+    """Of the pipeline part, in seconds since 1970."""
+    seconds: float
+    """Length of the pipeline part."""
+    spans: tuple[tuple[str, float, float], ...]
+    """(op, start, end), in seconds from `start`; sends, which take no time, left out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
     """One step as one rank saw it. Times in seconds."""
 
@@ -34,6 +46,11 @@ class StepReport:
     layer_forward_s: dict[int, float] = field(default_factory=dict)
     """By layer index, summed over micro-batches."""
     layer_backward_s: dict[int, float] = field(default_factory=dict)
+    """Whole backwards, and input gradients of split ones."""
+    layer_weight_s: dict[int, float] = field(default_factory=dict)
+    """Weight gradients of split backwards."""
+    timeline: Timeline | None = None
+    """Of a recorded step (`run.trace_interval`), until the rank has written it down."""
 
     @property
     def idle_share(self) -> float:

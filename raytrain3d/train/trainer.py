@@ -3,6 +3,7 @@
 A step computes and reduces gradients, agrees with all ranks, and only then changes parameters.
 """
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -13,22 +14,23 @@ from raytrain3d.checkpoint.store import read_into, write_shard
 from raytrain3d.config import JobConfig
 from raytrain3d.data.loader import Loader, MicroBatch
 from raytrain3d.model.dropout import DropoutKeys
+from raytrain3d.model.functional import put_off
 from raytrain3d.model.init import initial_values
 from raytrain3d.model.transformer import build_layers
-from raytrain3d.parallel.channels import Mail
+from raytrain3d.parallel.channels import Buffers, Mail
 from raytrain3d.parallel.commit import Agreement, CommitVector, sum_over_all
 from raytrain3d.parallel.gradients import GradientReduction
 from raytrain3d.parallel.groups import Groups, Link, join_store
-from raytrain3d.parallel.layer_state import LayerState
+from raytrain3d.parallel.layer_state import DTYPES, LayerState
 from raytrain3d.parallel.links import measure_links
 from raytrain3d.parallel.optimizer import gather, update
 from raytrain3d.parallel.pipeline import Feed, PipelineRun, Stage
 from raytrain3d.parallel.tensor import apply_tensor_parallelism
 from raytrain3d.plan.params import model_spec
 from raytrain3d.plan.plan import Plan
-from raytrain3d.plan.program import Programs, programs_for
+from raytrain3d.plan.rank_program import rank_program_for
 from raytrain3d.train.lr import learning_rate
-from raytrain3d.train.report import EvaluationReport, StepReport, Stopwatch
+from raytrain3d.train.report import EvaluationReport, StepReport, Stopwatch, Timeline
 
 
 class Trainer:
@@ -42,13 +44,16 @@ class Trainer:
         self._device = device or torch.device(f"cuda:{torch.cuda.current_device()}" if plan.device == "gpu" else "cpu")
         self._spec = model_spec(config.model, config.train, plan.mesh.tensor)
         self._loader = loader or Loader(config, plan, self._at.data)
-        layers = plan.layers_of(self._at.pipeline)
+        layers = plan.layers_of_rank(self._at.pipeline)
         self.states = {spec.index: LayerState(spec, config, plan.mesh, self._at, self._device)
                        for spec in self._spec.states_of(layers)}
         self.layers = build_layers(config.model, layers)
         self._bind()
-        last = len(self._spec.layers) - 1
-        self._stages = {self._at.pipeline: Stage(self.layers, is_first=0 in layers, is_last=last in layers)}
+        self._stages = {stage: Stage({layer: self.layers[layer] for layer in plan.layers_of(stage)},
+                                     is_first=stage == 0, is_last=stage == len(plan.stages) - 1)
+                        for stage in plan.stages_of(self._at.pipeline)}
+        self._buffers = Buffers((config.train.micro_batch, config.train.sequence, config.model.hidden),
+                                DTYPES[config.train.dtype], self._device)
         self._groups: Groups | None = None
         self._run: PipelineRun | None = None
         self._stop_asked = False
@@ -67,7 +72,7 @@ class Trainer:
         """Join the driver's rendezvous store and make every process group of this rank."""
         timeout_s = self._config.network.timeout_s
         link = Link(join_store(host, port, timeout_s), generation, timeout_s)
-        self._groups = Groups(self._plan.mesh, self.rank, link, device=self._plan.device)
+        self._groups = Groups(self._plan.mesh, self._plan.placement, self.rank, link, device=self._plan.device)
         for layer in self.layers.values():
             apply_tensor_parallelism(layer, self._groups.tensor, heads=self._config.model.heads)
 
@@ -83,7 +88,7 @@ class Trainer:
         micro_batches = self._loader.micro_batches(n)
         watch.lap("data_wait")
         reduction = self._new_reduction()
-        run = self._run_program(self._programs(len(micro_batches)), micro_batches, n, reduction)
+        run = self._run_program(micro_batches, n, reduction)
         watch.lap("pipeline")
         reduction.finish()
         watch.lap("reduce_wait")
@@ -101,8 +106,7 @@ class Trainer:
         """Loss on the first `evaluate.samples` validation samples; the same on every rank."""
         watch = Stopwatch()
         micro_batches = self._loader.validation()
-        programs = programs_for("forward", self._plan.mesh.pipeline, len(micro_batches))
-        run = self._run_program(programs, micro_batches, None, None)
+        run = self._run_program(micro_batches, None, None)
         vector = CommitVector(self._plan.mesh, len(self._spec.states))
         self._set_loss(vector, run, micro_batches)
         sum_over_all(vector.values, self._connected)
@@ -150,10 +154,7 @@ class Trainer:
 
     def _saves(self, state: LayerState) -> bool:
         """A tied state lives on both end stages; the first one saves it and counts its norm."""
-        return state.spec.kind != "tied" or self._at.pipeline == 0
-
-    def _programs(self, num_micro_batches: int) -> Programs:
-        return programs_for(self._plan.schedule, self._plan.mesh.pipeline, num_micro_batches)
+        return state.spec.kind != "tied" or 0 in self._stages
 
     def _new_reduction(self) -> GradientReduction:
         tied = self._spec.tied.index if self._spec.tied is not None else None
@@ -162,9 +163,9 @@ class Trainer:
             order.append(tied)
         return GradientReduction(self.states, order, self._connected, tied)
 
-    def _run_program(self, programs: Programs, micro_batches: Sequence[MicroBatch], step: int | None,
+    def _run_program(self, micro_batches: Sequence[MicroBatch], step: int | None,
                      reduction: GradientReduction | None) -> PipelineRun:
-        """`step` keys the dropout masks; None: evaluation, nothing is dropped."""
+        """`step` keys the dropout masks; None: evaluation, forwards alone, nothing is dropped."""
         config, last = self._config, len(self._spec.layers) - 1
 
         def tokens(i: int) -> Tensor:
@@ -177,13 +178,16 @@ class Trainer:
                 return (None,)
             return (DropoutKeys(seed=config.train.seed, step=step, samples=micro_batches[i].samples),)
 
-        shape = (config.train.micro_batch, config.train.sequence, config.model.hidden)
-        dtype = next(iter(self.states.values())).weights.dtype
-        mail = Mail(self._connected.channels, programs, self._at.pipeline, shape, dtype, self._device)
-        self._run = PipelineRun(self._stages, mail, Feed(tokens, arguments),
+        plan = self._plan
+        program = rank_program_for(plan.schedule, plan.mesh.pipeline, len(micro_batches), plan.chunks,
+                                   self._at.pipeline, training=step is not None)
+        mail = Mail(self._connected.channels, program, self._buffers)
+        interval = config.run.trace_interval
+        self._run = PipelineRun(self._stages, mail, Feed(tokens, arguments), put_off=put_off,
                                 recompute=config.train.recompute == "full",
-                                layer_done=reduction.ready if reduction is not None else lambda layer: None)
-        self._run.execute(programs.ops[self._at.pipeline])
+                                layer_done=reduction.ready if reduction is not None else lambda layer: None,
+                                record=interval is not None and step is not None and step % interval == 0)
+        self._run.execute(program)
         return self._run
 
     def _set_loss(self, vector: CommitVector, run: PipelineRun, micro_batches: Sequence[MicroBatch]) -> None:
@@ -210,12 +214,21 @@ class Trainer:
             gather(state, self._connected.data)
 
     def _report(self, n: int, agreed: Agreement, rate: float, run: PipelineRun, watch: Stopwatch) -> StepReport:
-        forward, backward = dict(run.times.forward), dict(run.times.backward)
+        times = run.times
         return StepReport(
             step=n, rank=self.rank, loss=agreed.loss, tokens=agreed.tokens, gradient_norm=agreed.gradient_norm,
             learning_rate=rate, skipped=not agreed.finite, stop=agreed.stop, seconds=watch.total,
-            compute_s=sum(forward.values()) + sum(backward.values()), data_wait_s=watch.laps["data_wait"],
-            receive_wait_s=run.times.receive_wait, reduce_wait_s=watch.laps["reduce_wait"],
+            compute_s=times.compute, data_wait_s=watch.laps["data_wait"],
+            receive_wait_s=times.receive_wait, reduce_wait_s=watch.laps["reduce_wait"],
             commit_wait_s=watch.laps["commit_wait"], optimizer_s=watch.laps["optimizer"],
-            layer_forward_s=forward, layer_backward_s=backward,
+            layer_forward_s=dict(times.forward), layer_backward_s=dict(times.backward),
+            layer_weight_s=dict(times.weight), timeline=_timeline(run, watch),
         )
+
+
+def _timeline(run: PipelineRun, watch: Stopwatch) -> Timeline | None:
+    if not run.spans:
+        return None
+    zero = run.spans[0][1]
+    return Timeline(start=time.time() - (time.perf_counter() - zero), seconds=watch.laps["pipeline"],
+                    spans=tuple((str(op), start - zero, end - zero) for op, start, end in run.spans))
