@@ -1,0 +1,123 @@
+"""What the benchmarks share: statistics of interleaved runs, ranks as plain processes, and steps timed over all ranks.
+
+Contestants take turns, so that a slow minute of the machine hits all of them; a ratio is taken within a round, and the
+median of the ratios is what counts.
+"""
+
+import multiprocessing
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raytrain3d.parallel.groups import join_store, serve_store
+
+TIMEOUT_S = 600.0
+"""Longest wait for another rank."""
+
+Step = Callable[[], None]
+Span = tuple[float, float]
+"""Start and end of a step on one rank, by the clock that all processes of a machine share."""
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """90 % interval of the median, by order statistics (binomial)."""
+    ordered, n = sorted(values), len(values)
+    reach = max(0, int((n - 1.645 * n**0.5) / 2))
+    return ordered[reach], ordered[n - 1 - reach]
+
+
+def figure(key: str, values: Sequence[float]) -> dict[str, Any]:
+    """Median and 90 % interval under `key` and `<key>_interval_90`, for the line of JSON."""
+    return {key: round(statistics.median(values), 4), f"{key}_interval_90": [round(value, 4) for value in interval(values)]}
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """ours / theirs, round by round."""
+    return [own / other for own, other in zip(ours, theirs, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process stands among the ranks of a benchmark, and the port of their store."""
+
+    rank: int
+    num_ranks: int
+    port: int
+
+
+def spawn(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> list[Any]:
+    """function(place, *arguments) in a process of its own for each rank, one torch thread each, in one gloo group.
+
+    Returns the results in rank order; RuntimeError with the rank's traceback when one fails.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context, store = multiprocessing.get_context("spawn"), serve_store("127.0.0.1")
+    pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
+    processes = [context.Process(target=_serve, args=(Place(rank, num_ranks, store.port), sender, function, arguments))
+                 for rank, (_, sender) in enumerate(pipes)]
+    for process, (_, sender) in zip(processes, pipes, strict=True):
+        process.start()
+        sender.close()  # so that the end of the process is seen on the pipe
+    try:
+        return _collect([receiver for receiver, _ in pipes])
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _collect(pipes: Sequence[Connection]) -> list[Any]:
+    found: dict[int, Any] = {}
+    while len(found) < len(pipes):
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in found}
+        for pipe in multiprocessing.connection.wait(list(waiting)):
+            rank = waiting[pipe]  # type: ignore[index]
+            fine, value = pipes[rank].recv()
+            if not fine:
+                raise RuntimeError(f"rank {rank}:\n{value}")
+            found[rank] = value
+    return [found[rank] for rank in range(len(pipes))]
+
+
+def _serve(place: Place, answer: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        store = join_store("127.0.0.1", place.port, TIMEOUT_S)
+        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.num_ranks)
+        answer.send((True, function(place, *arguments)))
+    except Exception:  # noqa: BLE001  whatever ends a rank is shown where the benchmark was started
+        answer.send((False, traceback.format_exc()))
+
+
+def timed(step: Step) -> Span:
+    """One step that all ranks begin together."""
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    return start, time.perf_counter()
+
+
+def take_turns(contestants: Mapping[str, Step], rounds: int, *, warmup: int = 1) -> dict[str, list[Span]]:
+    """Every contestant once a round, in the given order; the first `warmup` rounds are not counted. Called by every rank
+    with the same names."""
+    found: dict[str, list[Span]] = {name: [] for name in contestants}
+    for number in range(warmup + rounds):
+        for name, step in contestants.items():
+            span = timed(step)
+            if number >= warmup:
+                found[name].append(span)
+    return found
+
+
+def wall_times(ranks: Sequence[Mapping[str, Sequence[Span]]]) -> dict[str, list[float]]:
+    """Seconds of every contestant's steps, from what `take_turns` returned on each rank: first start to last end."""
+    return {name: [max(end for _, end in spans) - min(start for start, _ in spans)
+                   for spans in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
