@@ -28,6 +28,7 @@ class WeightGradients:
     def add(self, weight: Tensor, grad: Tensor, x: Tensor) -> None:
         self._products.append((weight, grad, x))
 
+    @torch.no_grad()
     def accumulate(self) -> None:
         """Add all of them to their buffers, in the order of the backward, and let go of the tensors."""
         for weight, grad, x in self._products:
