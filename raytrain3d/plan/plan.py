@@ -10,32 +10,14 @@ from typing import Any
 
 from raytrain3d.config import JobConfig
 from raytrain3d.errors import PlanError
-from raytrain3d.plan.cost import NO_COST, LayerCost, layer_costs, op_cost, stage_cost
-from raytrain3d.plan.memory import Memory, local_parameters, rank_memory
+from raytrain3d.plan.layout import Candidate, Layout, RankEstimate, choose
+from raytrain3d.plan.memory import Memory
 from raytrain3d.plan.mesh import Mesh
-from raytrain3d.plan.params import ModelSpec, model_spec
-from raytrain3d.plan.partition import Stages, partition
+from raytrain3d.plan.params import model_spec
+from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.placement import Bundle, tensor_group_bundle
-from raytrain3d.plan.program import Programs, programs_for
-from raytrain3d.plan.simulate import idle_of_wall, peak_in_flight, simulate
+from raytrain3d.plan.simulate import idle_of_wall
 from raytrain3d.plan.table import plan_table
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankEstimate:
-    """What one pipeline rank holds and computes, over its stages."""
-
-    stages: tuple[int, ...]
-    parameters: int
-    """Elements on one rank, vocabulary padding and the tied weight included."""
-    memory: Memory
-    """Bytes on one rank of the replica with the most micro-batches."""
-    peak_in_flight: int
-    """Most activations held at a time, of one micro-batch and one stage each."""
-    forward_flops: float
-    """Of one micro-batch on one rank."""
-    backward_flops: float
-    """Of one micro-batch on one rank, recompute included."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +50,8 @@ class Plan:
     """Of the whole model, a tied weight once, padding left out."""
     estimates: tuple[RankEstimate, ...]
     """By pipeline rank."""
+    candidates: tuple[Candidate, ...]
+    """What pipeline.schedule `auto` chose from, fastest first; empty if the schedule was given."""
     idle_share: float
     """Predicted idle share of wall time over all ranks, messages taken as free."""
     idle_of_ideal: float
@@ -121,7 +105,7 @@ class Plan:
             stages = tuple((int(first), int(end)) for first, end in raw["stages"])
             return Plan(**{**raw, "mesh": Mesh(**raw["mesh"]), "bundle": Bundle(**raw["bundle"]), "stages": stages,
                            "placement": tuple(raw["placement"]), "shares": tuple(raw["shares"]),
-                           "estimates": estimates})
+                           "estimates": estimates, "candidates": tuple(Candidate(**c) for c in raw["candidates"])})
         except (ValueError, TypeError, KeyError) as error:
             raise PlanError(f"not a plan: {type(error).__name__}: {error}") from error
 
@@ -130,24 +114,19 @@ def make_plan(config: JobConfig, *, device: str = "cpu") -> Plan:
     """Decide the layout of a job whose ranks run on `device` (`cpu` or `gpu`)."""
     if device not in ("cpu", "gpu"):
         raise PlanError(f"device is {device!r}: a plan is made for 'cpu' or 'gpu'")
-    train, schedule, chunks = config.train, config.pipeline.schedule, config.pipeline.num_chunks
+    train = config.train
     mesh = Mesh(data=config.mesh.data, pipeline=config.mesh.pipeline, tensor=config.mesh.tensor)
     spec = model_spec(config.model, train, mesh.tensor)
-    stages = partition(config, spec)
     shares = split_micro_batches(train.num_micro_batches, mesh.data)
-    costs = _rank_costs(config, spec, stages)
-    programs = {share: programs_for(schedule, mesh.pipeline, share, chunks) for share in set(shares)}
-    timelines = {share: simulate(programs[share], lambda op: op_cost(op, costs)) for share in programs}
-    busy = sum(sum(timelines[share].busy) for share in shares)
-    idle = idle_of_wall(busy, mesh.data * mesh.pipeline * timelines[max(shares)].makespan)
+    chosen, candidates = choose(config, spec, max(shares))
+    idle = _idle_share(chosen, shares)
     return Plan(
-        mesh=mesh, schedule=schedule, chunks=chunks, placement=programs[max(shares)].schedule.placement, stages=stages,
-        shares=shares, device=device,
+        mesh=mesh, schedule=chosen.schedule, chunks=chosen.chunks, placement=chosen.programs.schedule.placement,
+        stages=chosen.stages, shares=shares, device=device,
         bundle=tensor_group_bundle(mesh, device=device, cpus_per_rank=config.placement.cpus_per_rank),
         micro_batch=train.micro_batch, sequence=train.sequence, dtype=train.dtype, sharding=train.sharding,
-        recompute=train.recompute, num_parameters=spec.num_parameters,
-        estimates=_estimates(config, spec, stages, costs, programs[max(shares)]),
-        idle_share=idle, idle_of_ideal=idle / (1 - idle),
+        recompute=train.recompute, num_parameters=spec.num_parameters, estimates=chosen.estimates,
+        candidates=candidates, idle_share=idle, idle_of_ideal=idle / (1 - idle),
     )
 
 
@@ -157,23 +136,7 @@ def split_micro_batches(num_micro_batches: int, data: int) -> tuple[int, ...]:
     return tuple(quotient + (replica < remainder) for replica in range(data))
 
 
-def _rank_costs(config: JobConfig, spec: ModelSpec, stages: Stages) -> tuple[LayerCost, ...]:
-    """FLOPs of one micro-batch by stage, on one rank."""
-    layers, factor = layer_costs(config, spec), config.train.micro_batch / config.mesh.tensor
-    return tuple(stage_cost(layers, range(*stage)) * factor for stage in stages)
-
-
-def _estimates(config: JobConfig, spec: ModelSpec, stages: Stages, costs: tuple[LayerCost, ...],
-               programs: Programs) -> tuple[RankEstimate, ...]:
-    placement = programs.schedule.placement
-
-    def estimate(rank: int) -> RankEstimate:
-        layers = {stage: range(*stages[stage]) for stage in range(len(stages)) if placement[stage] == rank}
-        cost = sum((costs[stage] for stage in layers), NO_COST)
-        held = spec.states_of(layer for stage in layers.values() for layer in stage)
-        return RankEstimate(
-            stages=tuple(layers), parameters=sum(local_parameters(state, config.mesh.tensor) for state in held),
-            memory=rank_memory(config, spec, layers, programs.ops[rank]), peak_in_flight=peak_in_flight(programs.ops[rank]),
-            forward_flops=cost.forward, backward_flops=cost.backward)
-
-    return tuple(map(estimate, range(config.mesh.pipeline)))
+def _idle_share(layout: Layout, shares: tuple[int, ...]) -> float:
+    """Of the wall time of all ranks. Replicas wait for the one with the most micro-batches."""
+    work_of_one = sum(cost.total for cost in layout.costs)
+    return idle_of_wall(sum(shares) * work_of_one, len(shares) * len(layout.estimates) * layout.timeline.makespan)

@@ -1,4 +1,4 @@
-"""Runs lowered programs against the cost of each op: timeline, idle share, peak of activations in flight.
+"""Runs lowered programs against the cost of each op: timeline, critical path, idle share, peak of held activations.
 
 A send leaves at once and costs its rank nothing; its message arrives one hop later; a receive waits for it. Idle share
 has two definitions that are often mixed up, so both are given, named: of wall time (share of the step in which a rank
@@ -6,7 +6,7 @@ does not compute) and of ideal time (idle over computing time; (p - 1) / m for G
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from raytrain3d.plan.program import RECEIVES, SENDS, Programs, in_order, receive_of
@@ -28,6 +28,9 @@ class Timeline:
 
     spans: tuple[tuple[Span, ...], ...]
     """Compute ops by rank, in order."""
+    critical_path: tuple[Span, ...]
+    """The chain that ends last and has no gap, from 0 to the makespan: compute ops, and sends for the hops of messages that
+    a rank waited for."""
     peak_in_flight: tuple[int, ...]
     """By rank: most micro-batches, of one stage each, that wait for their (weight) backward at a time."""
 
@@ -63,17 +66,36 @@ def simulate(programs: Programs, seconds: Callable[[Op], float], *, hop_s: float
     PlanError if the programs wait for each other.
     """
     clocks = [0.0] * len(programs.ops)
+    chains: list[Chain | None] = [None] * len(programs.ops)
     spans: list[list[Span]] = [[] for _ in programs.ops]
-    arrivals: dict[Op, float] = {}
+    arrivals: dict[Op, tuple[float, Chain | None]] = {}
     for rank, op in in_order(programs):
+        now = clocks[rank]
         if op.kind in RECEIVES:
-            clocks[rank] = max(clocks[rank], arrivals[op])
+            arrival, chain = arrivals[op]
+            if arrival > now:
+                clocks[rank], chains[rank] = arrival, chain
         elif op.kind in SENDS:
-            arrivals[receive_of(op)] = clocks[rank] + hop_s
+            hop = Span(op=op, start=now, end=now + hop_s)
+            arrivals[receive_of(op)] = hop.end, (hop, chains[rank]) if hop_s else chains[rank]
         else:
-            start, clocks[rank] = clocks[rank], clocks[rank] + seconds(op)
-            spans[rank].append(Span(op=op, start=start, end=clocks[rank]))
-    return Timeline(spans=tuple(map(tuple, spans)), peak_in_flight=tuple(map(peak_in_flight, programs.ops)))
+            span = Span(op=op, start=now, end=now + seconds(op))
+            spans[rank].append(span)
+            clocks[rank], chains[rank] = span.end, (span, chains[rank])
+    last = max(range(len(clocks)), key=lambda rank: clocks[rank])
+    return Timeline(spans=tuple(map(tuple, spans)), critical_path=tuple(_unrolled(chains[last]))[::-1],
+                    peak_in_flight=tuple(map(peak_in_flight, programs.ops)))
+
+
+Chain = tuple[Span, "Chain | None"]
+"""What brought a rank to where it is: the last span, and what brought it there."""
+
+
+def _unrolled(chain: Chain | None) -> Iterator[Span]:
+    """Newest first."""
+    while chain is not None:
+        span, chain = chain
+        yield span
 
 
 Held = Counter[tuple[int, Kind]]

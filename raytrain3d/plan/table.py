@@ -1,6 +1,6 @@
 """The plan as text: what a person reads before the job starts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -39,9 +39,33 @@ def _summary(plan: "Plan") -> list[tuple[str, str]]:
         ("state", f"{plan.dtype}, sharding {plan.sharding}, recompute {plan.recompute}"),
         ("batch", f"{samples} of {counted(plan.sequence, 'token')} = {plan.tokens_per_step:,} tokens a step"),
         ("", f"{micro_batches}, {per_replica} a replica"),
-        ("schedule", plan.schedule),
+        ("schedule", f"{'auto: ' if plan.candidates else ''}{_schedule(plan)}"),
+        *(("", text) for text in _others(plan)),
         ("idle", f"{plan.idle_share:.1%} of wall time ({plan.idle_of_ideal:.1%} of ideal time), predicted"),
     ]
+
+
+def _schedule(plan: "Plan") -> str:
+    """`1f1b`; chosen by `auto`: `zb_v (2 chunks), 3.1% less step time than 1f1b`."""
+    usual = next((each for each in plan.candidates if each.schedule == "1f1b"), None)
+    gain = 1 - 1 / usual.step_time if usual is not None else 0.0
+    less = f", {gain:.1%} less step time than 1f1b" if gain > 0 else ""
+    return schedule_name(plan.schedule, plan.chunks) + less
+
+
+def _others(plan: "Plan") -> Iterator[str]:
+    """Step times of the next best, and what does not fit."""
+    others = [each for each in plan.candidates if (each.schedule, each.chunks) != (plan.schedule, plan.chunks)]
+    if runners_up := [each for each in others if each.fits][:3]:
+        yield "then " + ", ".join(f"{schedule_name(each.schedule, each.chunks)} {each.step_time - 1:+.1%}"
+                                  for each in runners_up)
+    if large := [each for each in others if not each.fits]:
+        yield "too large: " + ", ".join(f"{schedule_name(each.schedule, each.chunks)} {size(each.memory)}" for each in large)
+
+
+def schedule_name(schedule: str, chunks: int) -> str:
+    """`1f1b`, `interleaved (2 chunks)`."""
+    return f"{schedule} ({chunks} chunks)" if chunks > 1 else schedule
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,6 +1,8 @@
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -10,13 +12,15 @@ import raytrain3d
 from raytrain3d.config import JobConfig
 from raytrain3d.errors import PlanError
 from raytrain3d.plan.plan import Plan, make_plan, split_micro_batches
+from raytrain3d.plan.program import programs_for
+from raytrain3d.plan.schedule import SCHEDULES
 from raytrain3d.plan.table import amount, layer_names, size
 
 Job = Callable[..., JobConfig]
 
 
 @pytest.mark.parametrize(("data", "pipeline", "tensor", "schedule"),
-                         list(product((1, 3), (1, 4), (1, 4), ("gpipe", "1f1b"))))
+                         list(product((1, 3), (1, 2), (1, 4), (*SCHEDULES, "auto"))))
 def test_json_keeps_the_plan_exactly(job: Job, data: int, pipeline: int, tensor: int, schedule: str) -> None:
     plan = make_plan(job(data=data, pipeline=pipeline, tensor=tensor, schedule=schedule, dtype="bf16"), device="gpu")
     again = Plan.from_json(plan.to_json())
@@ -35,6 +39,26 @@ def test_layers_and_owners(job: Job) -> None:
     plan = make_plan(job(pipeline=3, layers=(1, 4, 1)))
     assert [list(plan.layers_of(stage)) for stage in range(3)] == [[0], [1, 2, 3, 4], [5]]
     assert [plan.stage_of(layer) for layer in range(plan.num_layers)] == [0, 1, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize(("schedule", "stages_of_ranks"), [
+    ("interleaved", [(0, 2), (1, 3)]), ("breadth_first", [(0, 2), (1, 3)]), ("zb_v", [(0, 3), (1, 2)])])
+def test_stages_and_layers_of_ranks(job: Job, schedule: str, stages_of_ranks: list[tuple[int, ...]]) -> None:
+    plan = make_plan(job(pipeline=2, schedule=schedule, layers=(1, 2, 1, 2)))
+    layers = {0: (0,), 1: (1, 2), 2: (3,), 3: (4, 5)}
+    assert (plan.schedule, plan.chunks, len(plan.stages)) == (schedule, 2, 4)
+    for rank, stages in enumerate(stages_of_ranks):
+        assert plan.stages_of(rank) == plan.estimates[rank].stages == stages
+        assert plan.layers_of_rank(rank) == tuple(layer for stage in stages for layer in layers[stage])
+        assert {plan.rank_of(stage) for stage in stages} == {rank}
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb_v"])
+def test_tied_weight_is_counted_on_every_rank_that_holds_it_once(job: Job, schedule: str) -> None:
+    """Both ends on rank 0 in a V, on ranks 0 and 1 round robin."""
+    plan = make_plan(job(pipeline=2, schedule=schedule, tied_embeddings=True))
+    copies = sum(e.parameters for e in plan.estimates) - plan.num_parameters
+    assert copies == (256 * 64 if schedule == "interleaved" else 0)
 
 
 @pytest.mark.parametrize(("micro_batches", "data", "shares"), [
@@ -69,6 +93,95 @@ def test_idle_share_of_equal_stages(job: Job, schedule: str) -> None:
     assert [e.peak_in_flight for e in plan.estimates] == ([8] * 4 if schedule == "gpipe" else [4, 3, 2, 1])
 
 
+EVEN = {"pipeline": 4, "blocks": 30, "vocabulary": 8, "hidden": 64, "global_batch": 16}
+"""Embedding and head weigh next to nothing, and every schedule can be had: 1 to 4 chunks on 4 ranks."""
+
+
+def with_limit(config: JobConfig, gib: float) -> JobConfig:
+    return replace(config, placement=replace(config.placement, memory_per_rank_gib=gib))
+
+
+def test_auto_takes_the_least_step_time(job: Job) -> None:
+    plan = make_plan(job(**EVEN, schedule="auto"))
+    times = {(each.schedule, each.chunks): each.step_time for each in plan.candidates}
+    assert set(times) == {("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("interleaved", 2), ("interleaved", 3),
+                          ("interleaved", 4), ("breadth_first", 2), ("zb_v", 2)}
+    assert times[plan.schedule, plan.chunks] == 1 == min(times.values())
+    assert list(times.values()) == sorted(times.values())
+    assert times["1f1b", 1] > times["zb_h1", 1] > 1
+    assert plan == replace(make_plan(job(**EVEN, schedule=plan.schedule, chunks=plan.chunks)), candidates=plan.candidates)
+
+
+def test_auto_is_fastest_of_all_that_can_be_asked_for(job: Job) -> None:
+    best = make_plan(job(**EVEN, schedule="auto"))
+    for each in best.candidates:
+        given = make_plan(job(**EVEN, schedule=each.schedule, chunks=each.chunks))
+        assert (1 - best.idle_share) / (1 - given.idle_share) == pytest.approx(each.step_time)
+
+
+@pytest.mark.parametrize("changes", [{"pipeline": 1}, {"pipeline": 1, "data": 8}])
+def test_equal_step_times_go_to_the_simpler_schedule_and_less_memory(job: Job, changes: dict[str, int]) -> None:
+    assert make_plan(job(**changes, schedule="auto")).schedule == "1f1b"
+
+
+def test_auto_keeps_chunks_and_layers(job: Job) -> None:
+    def tried(**changes: object) -> set[tuple[str, int]]:
+        return {(each.schedule, each.chunks) for each in make_plan(job(pipeline=2, schedule="auto", **changes)).candidates}
+
+    one, two = {("gpipe", 1), ("1f1b", 1), ("zb_h1", 1)}, {("interleaved", 2), ("breadth_first", 2), ("zb_v", 2)}
+    assert tried() == one | two | {("interleaved", 3)}
+    assert tried(chunks=1) == tried(layers=(2, 4)) == one
+    assert tried(chunks=2) == tried(layers=(1, 2, 1, 2)) == two
+    assert tried(chunks=6, blocks=10) == {("interleaved", 6), ("breadth_first", 6)}
+
+
+def test_auto_stays_within_the_memory_limit(job: Job) -> None:
+    """Just below what the best needs, the best of the rest is taken; the table says what was too large."""
+    config = job(**EVEN, schedule="auto")
+    best = make_plan(config)
+    most = max(e.memory.total for e in best.estimates)
+    assert make_plan(with_limit(config, most / 2**30)).schedule == best.schedule
+    second = make_plan(with_limit(config, (most - 1) / 2**30))
+    fitting = [each for each in best.candidates if each.memory < most]
+    assert (second.schedule, second.chunks) == (fitting[0].schedule, fitting[0].chunks)
+    assert {each.schedule for each in second.candidates if not each.fits} >= {best.schedule, "gpipe"}
+    assert f"too large: {best.schedule}" in second.table()
+
+
+@pytest.mark.parametrize(("schedule", "which"), [
+    ("auto", "no schedule fits, closest is 1f1b"), ("zb_v", r"too little for pipeline.schedule zb_v \(2 chunks\)")])
+def test_no_schedule_fits(job: Job, schedule: str, which: str) -> None:
+    config = job(**EVEN, data=2, schedule=schedule)
+    least = min(each.memory for each in make_plan(job(**EVEN, data=2, schedule="auto")).candidates)
+    with pytest.raises(PlanError, match=f"placement.memory_per_rank_gib is 0.001: {which} with .* MiB on pipeline rank "
+                       r"\d, .* MiB too much; less is needed with .*train.recompute full, train.sharding optimizer, "
+                       "mesh.pipeline above 4, mesh.tensor above 1") as caught:
+        make_plan(with_limit(config, 0.001))
+    assert ("pipeline.schedule auto" in str(caught.value)) == (schedule != "auto")
+    if schedule == "auto":
+        assert f"{size(least)} on" in str(caught.value)
+        assert f"{size(least - 2**30 // 1000)} too much" in str(caught.value)
+
+
+def test_table_of_auto(job: Job) -> None:
+    plan = make_plan(job(**EVEN, schedule="auto"))
+    first, second, *_ = (each for each in plan.candidates if each.schedule != plan.schedule)
+    usual = next(each.step_time for each in plan.candidates if each.schedule == "1f1b")
+    lines = plan.table().splitlines()
+    assert f"schedule  auto: {plan.schedule} ({plan.chunks} chunks), {1 - 1 / usual:.1%} less step time than 1f1b" in lines
+    assert f"          then {first.schedule}" in plan.table()
+    assert f"{second.step_time - 1:+.1%}" in plan.table()
+
+
+def test_auto_takes_moderate_time(job: Job) -> None:
+    """0.7 s of one core where this was written."""
+    config = job(pipeline=8, blocks=30, global_batch=64, schedule="auto")
+    programs_for.cache_clear()
+    start = time.process_time()
+    assert len(make_plan(config).candidates) == 8
+    assert time.process_time() - start < 2.5
+
+
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_parameters_of_all_ranks_add_up(job: Job, tensor: int) -> None:
     plan = make_plan(job(tensor=tensor, pipeline=3, vocabulary=64 * tensor))
@@ -99,6 +212,14 @@ def test_table(job: Job) -> None:
     assert [" ".join(line.split()[:4]) for line in lines[10:13]] == [
         "0 embedding, block 0", "1 blocks 1-2 53.50K", "2 block 3, head"]
     assert len({len(line) for line in lines[9:13]}) == 1
+
+
+def test_table_has_a_row_for_each_rank_with_its_stages(job: Job) -> None:
+    lines = make_plan(job(pipeline=2, schedule="zb_v", layers=(2, 1, 2, 1))).table().splitlines()
+    assert "schedule  zb_v (2 chunks)" in lines
+    rows = [line.split("  ") for line in lines if "|" in line]
+    names = [[cell.strip() for cell in row if cell][1] for row in rows]
+    assert names == ["embedding, block 0 | head", "block 1 | blocks 2-3"]
 
 
 @pytest.mark.parametrize(("layers", "text"), [
