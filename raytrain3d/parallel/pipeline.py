@@ -111,7 +111,7 @@ class PipelineRun:
     def execute(self, program: RankProgram) -> None:
         """Run all ops in order and wait until everything sent has left."""
         self._gradients_left = Counter(op.stage for op in program.ops if op.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
-        self._training = bool(self._gradients_left)
+        self._training = any(op.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) for op in program.ops)
         for op in program.ops:
             self.current = op
             start = time.perf_counter()
