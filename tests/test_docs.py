@@ -108,6 +108,15 @@ def test_links_between_pages_lead_somewhere() -> None:
             assert (ROOT / target).exists(), f"{page} links to {target}"
 
 
+def test_sections_about_benchmarks_name_commands_that_exist() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    sections = re.findall(r"^## (.*)$", page, re.MULTILINE)
+    assert "benchmarks/driver.py" in sections
+    for section in sections:
+        assert "__main__" in (ROOT / section).read_text()
+    assert [line.split()[:2] for line in commands("docs/benchmarks.md")] == [["python", name] for name in sections]
+
+
 def test_tested_versions_are_within_the_stated_ranges() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     stated = sum(project["optional-dependencies"].values(), project["dependencies"])
