@@ -1,6 +1,4 @@
-"""Ranks and references shared by the tests of this folder."""
-
-from collections.abc import Iterator
+"""Runners and references shared by the tests of this folder."""
 
 import pytest
 from jobs import JobRunner
@@ -9,10 +7,8 @@ from rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")
-def run_job() -> Iterator[JobRunner]:
-    pool = RankPool()
-    yield JobRunner(pool)
-    pool.close()
+def run_job(pool: RankPool) -> JobRunner:
+    return JobRunner(pool)
 
 
 @pytest.fixture(scope="session")
