@@ -6,11 +6,13 @@ for a run that failed.
 """
 
 import argparse
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytrain3d.errors import ConfigError, DataError, PlanError, RayTrain3DError
@@ -69,6 +71,19 @@ def make_parser() -> argparse.ArgumentParser:
         _address(sub)
     plan = _job_command(commands, "plan", run_plan, "print the plan of a job; needs neither torch nor Ray")
     plan.add_argument("--json", action="store_true", help="as JSON")
+    simulate = _job_command(commands, "simulate", run_simulate,
+                            "simulate a step of a job's pipeline; needs neither torch nor Ray")
+    simulate.add_argument("--format", choices=("table", "json", "perfetto"), default="table",
+                          help="text grid and idle shares (default), JSON, or a trace for https://ui.perfetto.dev")
+    simulate.add_argument("--output", metavar="PATH", help="file to write (default: standard output)")
+    simulate.add_argument("--tflops", metavar="NUMBER", type=_number, default=1.0,
+                          help="speed of a rank in TFLOP/s, which turns FLOPs into seconds (default: 1)")
+    simulate.add_argument("--hop-ms", metavar="NUMBER", type=_number, default=0.0,
+                          help="milliseconds from the end of an op to the arrival of its message (default: 0)")
+    trace = _command(commands, "trace", run_trace, "merge a run's recorded timelines into one file and compare idle shares")
+    trace.add_argument("run_directory", metavar="RUN_DIRECTORY", help="directory of the run, such as runs/quickstart")
+    trace.add_argument("--output", metavar="PATH", help="trace for https://ui.perfetto.dev (default: trace.json in the "
+                       "run directory)")
     data = _command(commands, "data", None, "token data").add_subparsers(metavar="COMMAND", required=True)
     _job_command(data, "prepare", run_prepare, "make data.path from the text files of data.text")
     for name, command, text in (("status", run_status, "say how a running job is"),
@@ -102,6 +117,16 @@ def _job_command(commands: "Commands", name: str, command: Command, text: str) -
     return parser
 
 
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 0")
+    return number
+
+
 def _address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--address", metavar="ADDRESS",
                         help="Ray cluster (default: RAY_ADDRESS, else one running here, else one is started)")
@@ -125,6 +150,48 @@ def run_plan(arguments: argparse.Namespace) -> int:
     plan = _plan(_job(arguments))
     print(plan.to_json().rstrip() if arguments.json else plan.table())
     return 0
+
+
+def run_simulate(arguments: argparse.Namespace) -> int:
+    from raytrain3d.metrics.trace import simulated_trace
+    from raytrain3d.plan.simulation import simulate_job
+
+    if arguments.tflops == 0:
+        raise ConfigError("--tflops is 0: must be above 0")
+    config = _job(arguments)
+    simulation = simulate_job(config, _plan(config), tflops=arguments.tflops, hop_s=arguments.hop_ms / 1e3)
+    match arguments.format:
+        case "json":
+            text = simulation.to_json()
+        case "perfetto":
+            text = simulated_trace(simulation.plan, simulation.timelines)
+        case _:
+            text = simulation.table() + "\n"
+    if arguments.output is None:
+        print(text, end="")
+    else:
+        _write(arguments.output, text)
+    return 0
+
+
+def run_trace(arguments: argparse.Namespace) -> int:
+    from raytrain3d.metrics.trace import idle_table, merged_trace, read_plan, read_traces
+
+    directory = Path(arguments.run_directory)
+    plan = read_plan(directory)
+    steps = read_traces(directory, plan)
+    print(idle_table(plan, steps))
+    _write(arguments.output or str(directory / "trace.json"), merged_trace(plan, steps))
+    return 0
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {path!r} cannot be written ({error.strerror}): name a file in a directory that is "
+                          "there") from None
+    print(f"wrote {path}")
 
 
 def run_prepare(arguments: argparse.Namespace) -> int:

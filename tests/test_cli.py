@@ -1,10 +1,12 @@
 """The command line: what each command calls and prints, exit codes, and that planning needs neither torch nor Ray."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,9 @@ from raytrain3d.gang import mailbox
 from raytrain3d.gang import run as gang_run
 from raytrain3d.gang.mailbox import Status
 from raytrain3d.load import load
+from raytrain3d.plan.grid import parse_grid
 from raytrain3d.plan.plan import Plan, make_plan
+from raytrain3d.plan.program import programs_for
 from raytrain3d.reference import read_sections, reference
 
 ROOT = Path(__file__).parent.parent
@@ -55,8 +59,21 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return calls
 
 
-def test_plan_needs_neither_torch_nor_ray() -> None:
-    for command in (["plan", QUICKSTART], ["config"], ["version"]):
+@pytest.fixture
+def traced(tmp_path: Path) -> Path:
+    """A run directory with one recorded step of one rank."""
+    plan = make_plan(load(QUICKSTART, ["mesh.data=1", "mesh.pipeline=1", "mesh.tensor=1"]))
+    (tmp_path / "run" / "traces").mkdir(parents=True)
+    (tmp_path / "run" / "plan.json").write_text(plan.to_json())
+    spans = [[f"0{kind}{i}", 2 * i + j, 2 * i + j + 0.75] for i in range(plan.shares[0]) for j, kind in enumerate("FB")]
+    line = {"step": 10, "rank": 0, "start": 5.0, "seconds": 2.0 * plan.shares[0], "spans": spans}
+    (tmp_path / "run" / "traces" / "rank-0000.jsonl").write_text(json.dumps(line) + "\n")
+    return tmp_path / "run"
+
+
+def test_planning_needs_neither_torch_nor_ray(traced: Path) -> None:
+    for command in (["plan", QUICKSTART], ["config"], ["version"], ["simulate", QUICKSTART], ["trace", str(traced)],
+                    ["simulate", QUICKSTART, "--format", "perfetto"]):
         done = subprocess.run([sys.executable, "-c", WITHOUT, *command], capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stderr
         assert done.stdout
@@ -87,6 +104,94 @@ def test_plan_prints_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plan_is_made_for_the_device_of_the_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", QUICKSTART, "placement.device=gpu"]) == 0
     assert "on gpu" in capsys.readouterr().out
+
+
+CHUNKED = [QUICKSTART, "mesh.data=2", "mesh.pipeline=2", "pipeline.schedule=zb_v", "train.global_batch=5",
+           "train.micro_batch=1"]
+
+
+def test_simulate_prints_grid_idle_shares_and_critical_path(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *CHUNKED]) == 0
+    out = capsys.readouterr().out
+    plan = make_plan(load(CHUNKED[0], CHUNKED[1:]))
+    programs = programs_for("zb_v", 2, 3, 2)
+    lines = out.splitlines()
+    grid = "\n".join(line for line in lines if line.startswith("rank ") and ":" in line)
+    assert parse_grid(grid) == programs.schedule.ops
+    assert "zb_v (2 chunks), 2 pipeline ranks, 3 micro-batches (replica 0, which has most)" in lines[0]
+    assert "TFLOP/s a rank; messages are free" in lines[1]
+    assert re.fullmatch(r"critical  \d+ ops from 0F0 to \dW2: rank 0 .*%, rank 1 .*%", lines[2])
+    assert lines[-3].split("  ")[-5:] == ["stages", "idle of wall time", "idle of ideal time", "peak activations",
+                                          "their memory"]
+    for rank, line in enumerate(lines[-2:]):
+        wall, ideal, peak = re.findall(r"([\d.]+)%|\b(\d+) +[\d.]+ MiB", line)
+        assert float(ideal[0]) == pytest.approx(100 * float(wall[0]) / (100 - float(wall[0])), abs=0.5)
+        assert int(peak[1]) == plan.estimates[rank].peak_in_flight
+
+
+def test_simulate_as_json_and_trace_of_the_same_times(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["simulate", *CHUNKED, "--format", "json", "--tflops", "0.5", "--hop-ms", "0.25"]) == 0
+    simulated = json.loads(capsys.readouterr().out)
+    assert [each["micro_batches"] for each in simulated["replicas"]] == [3, 2]
+    first = simulated["replicas"][0]
+    assert first["critical_path"][0][:2] == ["0F0", 0.0]
+    assert first["critical_path"][-1][2] == first["step_s"] > 4 * 0.25e-3
+    assert main(["simulate", *CHUNKED, "--format", "json"]) == 0
+    faster = json.loads(capsys.readouterr().out)["replicas"][0]
+    assert sum(length(faster)) == pytest.approx(sum(length(first)) / 2)
+
+    output = tmp_path / "trace.json"
+    assert main(["simulate", *CHUNKED, "--format", "perfetto", "--hop-ms", "0.25", "--tflops", "0.5", "--output",
+                 str(output)]) == 0
+    assert capsys.readouterr().out == f"wrote {output}\n"
+    events = [event for event in json.loads(output.read_text())["traceEvents"] if event["ph"] == "X"]
+    for rank in range(2):
+        own = [[event["name"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6] for event in events
+               if (event["pid"], event["tid"]) == (0, 2 * rank)]
+        assert [name for name, *_ in own] == [name for name, *_ in first["ranks"][rank]["spans"]]
+        assert [end for *_, end in own] == pytest.approx([end for *_, end in first["ranks"][rank]["spans"]], abs=1e-8)
+
+
+def length(replica: dict[str, Any]) -> list[float]:
+    """Seconds of every op of a replica in JSON."""
+    return [end - start for rank in replica["ranks"] for _, start, end in rank["spans"]]
+
+
+@pytest.mark.parametrize(("option", "value"), [("--tflops", "fast"), ("--hop-ms", "-1"), ("--tflops", "inf")])
+def test_simulate_with_a_wrong_number(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", QUICKSTART, f"{option}={value}"])
+    assert f"{option}: {value!r} is no number of at least 0" in capsys.readouterr().err
+
+
+def test_simulate_at_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", QUICKSTART, "--tflops", "0"]) == 2
+    assert capsys.readouterr().err == "error: --tflops is 0: must be above 0\n"
+
+
+def test_trace_merges_and_compares(traced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(traced)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^   0  replica 0, pipeline 0, tensor 0 +25.0% +0.0%$", out, re.MULTILINE), out
+    assert out.endswith(f"wrote {traced}/trace.json\n")
+    assert json.loads((traced / "trace.json").read_text())["traceEvents"]
+    assert main(["trace", str(traced), "--output", str(tmp_path / "other.json")]) == 0
+    assert (tmp_path / "other.json").read_text() == (traced / "trace.json").read_text()
+
+
+def test_trace_of_a_run_without_traces(traced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(tmp_path / "nothing")]) == 2
+    assert f"'{tmp_path}/nothing' is no run directory" in capsys.readouterr().err
+    (traced / "traces" / "rank-0000.jsonl").unlink()
+    assert main(["trace", str(traced)]) == 2
+    assert "run.trace_interval must be set" in capsys.readouterr().err
+
+
+def test_output_that_cannot_be_written(traced: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["trace", str(traced)], ["simulate", QUICKSTART]):
+        assert main([*command, "--output", "/nowhere/at/all.json"]) == 2
+        assert ("--output '/nowhere/at/all.json' cannot be written (No such file or directory): name a file in a directory "
+                "that is there") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [

@@ -23,7 +23,7 @@ def plan_table(plan: "Plan") -> str:
                      f"{work:.0%}", str(e.peak_in_flight), *(size(getattr(e.memory, kind)) for kind in kinds),
                      size(e.memory.total)])
     note = "A row is a pipeline rank. Sizes are its estimated memory; work is FLOPs against the slowest."
-    return "\n".join([*lines, "", *_aligned(rows), "", note])
+    return "\n".join([*lines, "", *aligned(rows), "", note])
 
 
 def _summary(plan: "Plan") -> list[tuple[str, str]]:
@@ -68,7 +68,7 @@ def schedule_name(schedule: str, chunks: int) -> str:
     return f"{schedule} ({chunks} chunks)" if chunks > 1 else schedule
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns to the right, layer names (the second) to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) if column == 1 else cell.rjust(width)
