@@ -234,6 +234,8 @@ class TrainConfig:
     """`full` keeps only the input of each layer and runs its forward again before its backward."""
     sharding: Literal["none", "optimizer"] = "none"
     """What is sharded over the data axis: nothing, or optimizer state and master weights (ZeRO-1)."""
+    deterministic: bool = False
+    """Keep the replicas' shares of micro-batches fixed, so that a run with the same seed and layout is the same to the bit."""
     lease: int = 50
     """Most steps that ranks run before asking the driver again."""
 
@@ -386,6 +388,53 @@ class NetworkConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RebalanceConfig:
+    """Moving layers between stages, and micro-batches between replicas, while the job runs."""
+
+    mode: Literal["on", "advise", "off"] = "on"
+    """`on` moves when that pays, `advise` only says what it would do. Moving layers never changes a result; other shares
+    of the replicas change the order of sums (see train.deterministic)."""
+    interval: int = 10
+    """Steps between decisions."""
+    gain: float = 0.05
+    """Least predicted gain in speed worth a move: 0.05 is 5 %."""
+    horizon: int = 1000
+    """Steps within which a move must repay its cost."""
+
+    def __post_init__(self) -> None:
+        _positive("rebalance", interval=self.interval, gain=self.gain, horizon=self.horizon)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlowdownConfig:
+    """Make one rank, or one layer wherever it lives, slower than it is."""
+
+    factor: float
+    """How many times as long its compute takes; at least 1."""
+    rank: int | None = None
+    """Rank to slow down. Give this or `layer`."""
+    layer: int | None = None
+    """Layer to slow down, 0 the embedding. Give this or `rank`."""
+    first: int = 1
+    """First step that is slow."""
+    last: int | None = None
+    """Last step that is slow. Absent: to the end."""
+
+    def __post_init__(self) -> None:
+        _require(self.factor >= 1, "debug.slowdown.factor", self.factor, "must be at least 1")
+        _require((self.rank is None) != (self.layer is None), "debug.slowdown", {"rank": self.rank, "layer": self.layer},
+                 "give either rank or layer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DebugConfig:
+    """For tests and demonstrations; nothing here belongs into a real run."""
+
+    slowdown: tuple[SlowdownConfig, ...] = ()
+    """Ranks or layers to slow down on purpose."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class JobConfig:
     """A whole training job."""
 
@@ -413,6 +462,10 @@ class JobConfig:
     """Devices and CPUs."""
     network: NetworkConfig = NetworkConfig()
     """Links between ranks."""
+    rebalance: RebalanceConfig = RebalanceConfig()
+    """Moving layers while the job runs."""
+    debug: DebugConfig = DebugConfig()
+    """Slowdowns on purpose."""
 
     def __post_init__(self) -> None:
         model, tensor = self.model, self.mesh.tensor

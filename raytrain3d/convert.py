@@ -31,6 +31,8 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
     if origin in (Union, types.UnionType):
         return None if value is None else _convert(arguments[0], value, key)
     if origin is Literal:
+        if isinstance(value, bool) and {"on", "off"} <= set(arguments):
+            value = "on" if value else "off"  # YAML reads these words as truth values
         return value if value in arguments and isinstance(value, str) else _wrong(key, value, _one_of(arguments))
     if origin is tuple:
         if not isinstance(value, list):
