@@ -82,9 +82,9 @@ class Layout:
 def lay_out(config: JobConfig, spec: ModelSpec, num_micro_batches: int) -> Layout:
     """The pipeline of a replica with `num_micro_batches`. The schedule must not be `auto`."""
     schedule, chunks = config.pipeline.schedule, config.pipeline.num_chunks
-    stages = partition(config, spec)
-    costs = rank_costs(config, spec, stages)
     programs = programs_for(schedule, config.mesh.pipeline, num_micro_batches, chunks)
+    stages = partition(config, spec, programs.schedule.placement)
+    costs = rank_costs(config, spec, stages)
     return Layout(schedule=schedule, chunks=chunks, stages=stages, costs=costs, programs=programs,
                   timeline=(timeline := simulate(programs, lambda op: op_cost(op, costs))),
                   estimates=_estimates(config, spec, stages, costs, programs, timeline))

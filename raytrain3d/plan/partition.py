@@ -1,8 +1,9 @@
 """Layers to stages: contiguous, every layer on exactly one stage, every stage with at least one layer.
 
-The slowest stage sets the pace of a pipeline, so a split is chosen for the least cost of its slowest stage, exactly, by
-dynamic programme. Among those the most even one wins (least sum of squares), and what is still equal goes to the split
-with fewer layers on earlier stages, which hold the activations of more micro-batches.
+The slowest rank sets the pace of a pipeline. With a stage for each rank a split is chosen for the least cost of its slowest
+stage, exactly, by dynamic programme. Among those the most even one wins (least sum of squares), and what is still equal
+goes to the split with fewer layers on earlier stages, which hold the activations of more micro-batches. With several
+stages for each rank that split is where a search starts: single layers move as long as the ranks become more even.
 """
 
 from collections.abc import Sequence
@@ -21,18 +22,18 @@ RESOLUTION = 2**40
 """Costs are compared as whole numbers of total / RESOLUTION, so that equal costs are equal whatever their rounding."""
 
 
-def partition(config: JobConfig, spec: ModelSpec) -> Stages:
-    """Stages as `pipeline.layers` or else `pipeline.partition` wants them."""
-    num_layers, num_stages = len(spec.layers), config.mesh.pipeline * config.pipeline.num_chunks
+def partition(config: JobConfig, spec: ModelSpec, placement: Sequence[int]) -> Stages:
+    """Stages as `pipeline.layers` or else `pipeline.partition` wants them. placement: stage -> pipeline rank."""
+    num_layers = len(spec.layers)
     if config.pipeline.layers is not None:
         return split_by_counts(config.pipeline.layers, num_layers)
     match config.pipeline.partition:
         case "uniform":
-            return split_evenly(num_layers, num_stages)
+            return split_evenly(num_layers, len(placement))
         case "parameters":
-            return split_by_cost(_parameters(spec), num_stages)
+            return split_over_ranks(_parameters(spec), placement)
         case "flops":
-            return split_by_cost([cost.total for cost in layer_costs(config, spec)], num_stages)
+            return split_over_ranks([cost.total for cost in layer_costs(config, spec)], placement)
 
 
 def _parameters(spec: ModelSpec) -> list[int]:
@@ -59,15 +60,52 @@ def split_by_cost(costs: Sequence[float], num_stages: int) -> Stages:
 
     costs: one per layer, at least 0, in any one unit: FLOPs, parameters or measured seconds.
     """
-    num_layers, total = len(costs), float(sum(costs))
+    num_layers = len(costs)
     if not 1 <= num_stages <= num_layers:
         raise PlanError(f"{num_layers} layers cannot be split over {num_stages} stages: every stage keeps at least one")
-    if min(costs) < 0:
-        raise PlanError(f"layer costs must be at least 0, one is {min(costs)}")
-    units = [round(cost / total * RESOLUTION) if total else 0 for cost in costs]
-    before = list(accumulate(units, initial=0))
+    before = _summed(costs)
     limit = _least_maximum(before, num_stages)
     return _most_even(before, num_stages, limit)
+
+
+def split_over_ranks(costs: Sequence[float], placement: Sequence[int]) -> Stages:
+    """The split over stages that are dealt to ranks as `placement` says (stage -> rank), for a low cost of the slowest rank,
+    then for even ranks. The least there is with one stage for each rank; else no move of one layer makes it better."""
+    before = _summed(costs)
+    counts = [end - first for first, end in split_by_cost(costs, len(placement))]
+    while True:
+        loads = _loads(before, counts, placement)
+        fullest = [stage for stage, rank in enumerate(placement) if loads[rank] == max(loads) and counts[stage] > 1]
+        moved = [_moved(counts, giver, taker) for giver in fullest for taker in range(len(counts)) if giver != taker]
+        best = min(moved, key=lambda each: _unevenness(_loads(before, each, placement)), default=counts)
+        if _unevenness(_loads(before, best, placement)) >= _unevenness(loads):
+            return split_by_counts(counts, len(costs))
+        counts = best
+
+
+def _loads(before: list[int], counts: Sequence[int], placement: Sequence[int]) -> list[int]:
+    """Cost by rank of a split into stages of `counts` layers."""
+    loads, ends = [0] * (max(placement) + 1), list(accumulate(counts, initial=0))
+    for rank, (first, end) in zip(placement, pairwise(ends), strict=True):
+        loads[rank] += before[end] - before[first]
+    return loads
+
+
+def _moved(counts: list[int], giver: int, taker: int) -> list[int]:
+    """One layer less on a stage, one more on another; those between keep their number."""
+    return [count - (stage == giver) + (stage == taker) for stage, count in enumerate(counts)]
+
+
+def _unevenness(loads: list[int]) -> tuple[int, int]:
+    return max(loads), sum(load**2 for load in loads)
+
+
+def _summed(costs: Sequence[float]) -> list[int]:
+    """Cost of layers [0, i) by i, in whole units."""
+    total = float(sum(costs))
+    if min(costs) < 0:
+        raise PlanError(f"layer costs must be at least 0, one is {min(costs)}")
+    return list(accumulate((round(cost / total * RESOLUTION) if total else 0 for cost in costs), initial=0))
 
 
 def _least_maximum(before: list[int], num_stages: int) -> int:

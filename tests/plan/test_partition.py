@@ -1,5 +1,5 @@
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise, product
 
 import pytest
@@ -7,13 +7,23 @@ import pytest
 from raytrain3d.config import JobConfig
 from raytrain3d.errors import PlanError
 from raytrain3d.plan.params import model_spec
-from raytrain3d.plan.partition import Stages, partition, split_by_cost, split_by_counts, split_evenly
+from raytrain3d.plan.partition import (
+    Stages,
+    partition,
+    split_by_cost,
+    split_by_counts,
+    split_evenly,
+    split_over_ranks,
+)
+from raytrain3d.plan.schedule import SCHEDULES
 
 Job = Callable[..., JobConfig]
 
 
 def stages_of(config: JobConfig) -> Stages:
-    return partition(config, model_spec(config.model, config.train, config.mesh.tensor))
+    spec = model_spec(config.model, config.train, config.mesh.tensor)
+    placement = SCHEDULES[config.pipeline.schedule](config.mesh.pipeline, 0, config.pipeline.num_chunks).placement
+    return partition(config, spec, placement)
 
 
 def counts(stages: Stages) -> list[int]:
@@ -67,6 +77,50 @@ def test_equal_splits_go_to_fewer_layers_on_early_stages() -> None:
 
 def test_among_splits_of_one_slowest_stage_the_rest_is_even() -> None:
     assert split_by_cost([4, 1, 1, 1, 1], 3) == ((0, 1), (1, 3), (3, 5))
+
+
+IN_A_V, ROUND_ROBIN = (0, 1, 2, 2, 1, 0), (0, 1, 2, 0, 1, 2)
+
+
+def loads(stages: Stages, costs: list[float], placement: Sequence[int]) -> list[float]:
+    return [sum(sum(costs[first:end]) for (first, end), at in zip(stages, placement, strict=True) if at == rank)
+            for rank in range(max(placement) + 1)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("placement", [IN_A_V, ROUND_ROBIN])
+def test_ranks_of_several_stages_are_evened_out(seed: int, placement: tuple[int, ...]) -> None:
+    """Never worse than the split by stages, and at most one layer above the best of all splits."""
+    draw = random.Random(seed)
+    costs = [draw.choice((0.1, 1.0, 1.0, 1.0, 3 * draw.random())) for _ in range(draw.randint(6, 11))]
+    found = split_over_ranks(costs, placement)
+    assert found in every_split(len(costs), len(placement))
+    slowest_rank = max(loads(found, costs, placement))
+    best = min(max(loads(split, costs, placement)) for split in every_split(len(costs), len(placement)))
+    assert slowest_rank <= max(loads(split_by_cost(costs, len(placement)), costs, placement)) + 1e-9
+    assert best - 1e-9 <= slowest_rank < best + max(costs)
+
+
+def test_one_stage_for_each_rank_is_split_by_cost() -> None:
+    draw = random.Random(1)
+    for num_stages in (1, 2, 3, 5):
+        costs = [draw.random() for _ in range(9)]
+        assert split_over_ranks(costs, range(num_stages)) == split_by_cost(costs, num_stages)
+
+
+def test_rank_that_holds_both_ends_gets_a_costly_head_and_the_embedding_alone() -> None:
+    """A head of 5 blocks, in a V over 4 ranks, where the slowest stage alone would put 2 blocks beside it."""
+    costs, placement = [0.01, *[1.0] * 14, 5.0], (0, 1, 2, 3, 3, 2, 1, 0)
+    found = split_over_ranks(costs, placement)
+    assert (counts(found)[0], counts(found)[-1]) == (1, 1)
+    assert sorted(loads(found, costs, placement)) == [4.0, 5.0, 5.0, 5.01]
+    assert max(loads(split_by_cost(costs, 8), costs, placement)) > 7
+
+
+def test_chunks_of_a_job_are_evened_out(job: Job) -> None:
+    """6 blocks on 2 ranks: 3 each, with the embedding and a light head on the rank of both ends."""
+    stages = stages_of(job(blocks=6, pipeline=2, vocabulary=8, schedule="zb_v"))
+    assert counts(stages)[0] + counts(stages)[3] == 5
 
 
 def test_scale_does_not_matter() -> None:
