@@ -124,12 +124,18 @@ def track_name(plan: Plan, rank: int) -> str:
     return f"rank {rank}: pipeline {at.pipeline}, tensor {at.tensor}"
 
 
-def measured_idle(plan: Plan, steps: Sequence[RecordedStep]) -> dict[int, float]:
-    """By rank: share of the pipeline's wall time without compute, over all its recorded steps."""
+def measured_walls(plan: Plan, steps: Sequence[RecordedStep]) -> dict[tuple[int, int], float]:
+    """(replica, step) -> seconds of the pipeline part on the slowest rank."""
     walls: dict[tuple[int, int], float] = defaultdict(float)
     for line in steps:
         key = plan.mesh.coordinate(line.rank).data, line.step
         walls[key] = max(walls[key], line.seconds)
+    return walls
+
+
+def measured_idle(plan: Plan, steps: Sequence[RecordedStep]) -> dict[int, float]:
+    """By rank: share of the pipeline's wall time without compute, over all its recorded steps."""
+    walls = measured_walls(plan, steps)
     busy, wall = defaultdict[int, float](float), defaultdict[int, float](float)
     for line in steps:
         busy[line.rank] += line.compute
@@ -162,6 +168,9 @@ def idle_table(plan: Plan, steps: Sequence[RecordedStep]) -> str:
         rows.append([str(rank), place, f"{idle:.1%}", f"{expected[-1]:.1%}"])
     rows.append(["all", "mean", f"{fmean(measured.values()):.1%}", f"{fmean(expected):.1%}"])
     recorded = sorted({line.step for line in steps})
-    note = ("Idle is the share of the pipeline's wall time without compute. Simulated with the mean measured seconds of "
+    wall = fmean(measured_walls(plan, steps).values())
+    makespan = fmean(timelines[share].makespan for share in plan.shares)
+    note = (f"Pipeline part of a step: {wall:.4g} s measured, {makespan:.4g} s simulated.\n"
+            "Idle is the share of the pipeline's wall time without compute. Simulated with the mean measured seconds of "
             "each kind of op\non each stage, messages free. Recorded steps: " + ", ".join(map(str, recorded)))
     return "\n".join([*aligned(rows), "", note])

@@ -71,10 +71,12 @@ def test_measured_idle_share_is_that_of_the_timeline(run: Path, plan: Plan) -> N
 def test_simulation_with_measured_times_agrees_with_what_was_measured(run: Path, plan: Plan) -> None:
     lines = [line.split() for line in idle_table(plan, read_traces(run, plan)).splitlines()]
     assert lines[0] == ["rank", "place", "idle", "measured", "idle", "simulated"]
-    assert len(lines) == 1 + 8 + 1 + 1 + 2
+    assert len(lines) == 1 + 8 + 1 + 1 + 3
     for line in lines[1:10]:
         assert line[-1] == line[-2] != "0.0%"
     assert lines[6][:7] == ["5", "replica", "1,", "pipeline", "0,", "tensor", "1"]
+    measured, expected = (word for word in lines[-3] if word[0].isdigit())
+    assert measured == expected == f"{(timeline(plan, 0).makespan + timeline(plan, 4).makespan) / 2:.4g}"
     assert lines[-1][-4:] == ["Recorded", "steps:", "10,", "20"]
 
 

@@ -1,4 +1,4 @@
-"""The activation estimate against what autograd keeps of the model as it is."""
+"""The activation estimate against what autograd keeps of the model as it is, and what put-off weight gradients keep."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain3d.config import JobConfig
+from raytrain3d.model.functional import put_off
 from raytrain3d.model.transformer import Layer, build_layers
 from raytrain3d.plan.memory import activation_bytes_per_token
 from raytrain3d.plan.params import LayerSpec, model_spec
@@ -49,3 +50,19 @@ def test_block(job: Callable[..., JobConfig], changes: dict[str, object], most: 
     x = torch.randn(BATCH, SEQUENCE, 128, requires_grad=True)
     estimate = activation_bytes_per_token(spec, config.model, dtype="fp32", sequence=SEQUENCE, tensor=1)
     assert 1 <= kept_bytes(layer, x) / (BATCH * SEQUENCE * estimate) <= most
+
+
+@pytest.mark.parametrize("changes", [{"family": "gpt2"}, {}, {"kv_heads": 2}])
+def test_put_off_weight_gradients_of_a_block_keep_no_more_than_its_activations(
+        job: Callable[..., JobConfig], changes: dict[str, object]) -> None:
+    """And not so much less that counting all of it until W would be wrong by far."""
+    config = job(hidden=128, heads=8, feed_forward=352, sequence=SEQUENCE, **changes)
+    spec = model_spec(config.model, config.train, 1).layers[1]
+    layer = bound(build_layers(config.model, range(1, 2))[1], spec)
+    out = layer(torch.randn(BATCH, SEQUENCE, 128, requires_grad=True), None)
+    with put_off() as owed:
+        torch.autograd.backward(out, torch.ones_like(out))
+    kept = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for _, *product in owed._products for tensor in product}
+    estimate = activation_bytes_per_token(spec, config.model, dtype="fp32", sequence=SEQUENCE, tensor=1)
+    assert 0.7 <= sum(kept.values()) / (BATCH * SEQUENCE * estimate) <= 1
