@@ -191,7 +191,8 @@ class PipelineConfig:
     """Stages of each pipeline rank. Default: 2 with `interleaved`, `breadth_first` and `zb_v`, else 1. Only `interleaved`
     and `breadth_first` take other numbers; `auto` chooses among schedules of this number if it is given."""
     partition: Literal["flops", "parameters", "uniform"] = "flops"
-    """How layers are split over stages: least time of the slowest stage by FLOPs, by parameters, or equal counts."""
+    """How layers are split over stages: least load of the fullest pipeline rank by FLOPs, by parameters, or equal
+    counts."""
     layers: tuple[int, ...] | None = None
     """Layers of each stage, embedding and head counted, instead of `partition`. One count for each of mesh.pipeline x
     chunks stages, in the order in which a sample passes them. Must add up to blocks + 2."""
@@ -235,7 +236,8 @@ class TrainConfig:
     sharding: Literal["none", "optimizer"] = "none"
     """What is sharded over the data axis: nothing, or optimizer state and master weights (ZeRO-1)."""
     deterministic: bool = False
-    """Keep the replicas' shares of micro-batches fixed, so that a run with the same seed and layout is the same to the bit."""
+    """Keep the replicas' shares of micro-batches fixed, so that a run with the same seed and layout is the same to the
+    bit."""
     lease: int = 50
     """Most steps that ranks run before asking the driver again."""
 
@@ -356,8 +358,8 @@ class PlacementConfig:
     threads_per_rank: int = 1
     """Compute threads of a rank. Equal on all ranks, since kernels and so bits depend on it."""
     memory_per_rank_gib: float | None = None
-    """Memory that a rank may use by the plan's estimate, in GiB; limits what pipeline.schedule `auto` may choose. Absent:
-    no limit."""
+    """Memory that a rank may use by the plan's estimate, in GiB: pipeline.schedule `auto` chooses within it, another
+    schedule that needs more is refused. Absent: no limit."""
     wait_s: float = 600.0
     """Longest wait for the cluster to offer the gangs' resources, in seconds."""
 

@@ -20,7 +20,7 @@ from raytrain3d.plan.mesh import Coordinate
 from raytrain3d.plan.plan import Plan
 from raytrain3d.plan.program import programs_for
 from raytrain3d.plan.schedule import Kind, Op
-from raytrain3d.plan.simulate import Timeline, simulate
+from raytrain3d.plan.simulate import Timeline, idle_of_wall, simulate
 from raytrain3d.plan.table import aligned
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
@@ -140,7 +140,7 @@ def measured_idle(plan: Plan, steps: Sequence[RecordedStep]) -> dict[int, float]
     for line in steps:
         busy[line.rank] += line.compute
         wall[line.rank] += walls[plan.mesh.coordinate(line.rank).data, line.step]
-    return {rank: 1 - busy[rank] / wall[rank] for rank in sorted(busy)}
+    return {rank: idle_of_wall(busy[rank], wall[rank]) for rank in sorted(busy)}
 
 
 def simulated(plan: Plan, steps: Sequence[RecordedStep]) -> dict[int, Timeline]:

@@ -115,7 +115,7 @@ def _estimates(config: JobConfig, spec: ModelSpec, stages: Stages, costs: tuple[
 def choose(config: JobConfig, spec: ModelSpec, num_micro_batches: int) -> tuple[Layout, tuple[Candidate, ...]]:
     """The layout of a replica, and what `auto` chose it from, fastest first (nothing if the schedule was given).
 
-    PlanError if no rank's memory limit is kept.
+    PlanError if none keeps to placement.memory_per_rank_gib.
     """
     layouts = [lay_out(job, spec, num_micro_batches) for job in _resolved(config)]
     limit = config.placement.memory_per_rank_gib

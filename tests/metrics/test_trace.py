@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,17 @@ def test_line_that_was_cut_off_is_left_out(run: Path, plan: Plan) -> None:
     with (run / "traces" / "rank-0001.jsonl").open("a") as file:
         file.write('{"step": 30, "ra')
     assert len(read_traces(run, plan)) == 16
+
+
+def test_replica_without_micro_batches_is_shown(run: Path, plan: Plan) -> None:
+    """It recorded steps without an op, which took no time."""
+    plan = replace(plan, shares=(4, 0))
+    for rank in range(4, 8):
+        path = run / "traces" / f"rank-000{rank}.jsonl"
+        path.write_text(json.dumps({"step": 10, "rank": rank, "start": START, "seconds": 0.0, "spans": []}) + "\n")
+    lines = idle_table(plan, read_traces(run, plan)).splitlines()
+    assert [line.split()[-2:] for line in lines[5:9]] == [["0.0%", "0.0%"]] * 4
+    assert len(json.loads(merged_trace(plan, read_traces(run, plan)))["traceEvents"]) > 0
 
 
 def other_layout(run: Path, plan: Plan) -> None:
