@@ -10,6 +10,7 @@ from torch.distributed import PrefixStore
 
 from raytrain3d.model.functional import put_off
 from raytrain3d.parallel.channels import Buffers, Mail
+from raytrain3d.parallel.clock import HostClock
 from raytrain3d.parallel.groups import Groups, Link, join_store
 from raytrain3d.parallel.pipeline import Feed, PipelineRun, Stage
 from raytrain3d.plan.mesh import Mesh
@@ -30,11 +31,11 @@ class Runtime:
         self._message = torch.zeros(shape, dtype=dtype)
         self.rank = place.rank
 
-    def prepare(self, program: RankProgram, stages: Mapping[int, Stage], feed: Feed, *, record: bool = False) -> PipelineRun:
+    def prepare(self, program: RankProgram, stages: Mapping[int, Stage], feed: Feed) -> PipelineRun:
         """A run of this rank's program, with its first receives posted."""
         mail = Mail(self._groups.channels, program, self._buffers)
         return PipelineRun(stages, mail, feed, recompute=False, put_off=put_off, layer_done=lambda layer: None,
-                           record=record)
+                           clock=HostClock())
 
     def hop_s(self) -> float | None:
         """Seconds of one message, half a round trip between ranks 0 and 1; None on the other ranks."""

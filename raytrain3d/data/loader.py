@@ -58,8 +58,8 @@ class Loader:
         self._sampler = Sampler(seed=train.seed, num_samples=self._train.num_samples(train.sequence),
                                 global_batch=train.global_batch)
         self._steps, self._sequence, self._micro_batch = train.steps, train.sequence, train.micro_batch
-        first = plan.first_micro_batch(replica)
-        self._share = range(first, first + plan.shares[replica])
+        self._replica = replica
+        self._share = _share(plan, replica)
         self._num_validation = min(config.evaluate.samples, self._validation.num_samples(train.sequence))
         self._validation_share = deal(-(-self._num_validation // train.micro_batch), plan.mesh.data)[replica]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
@@ -76,6 +76,11 @@ class Loader:
     def validation(self) -> list[MicroBatch]:
         """This replica's share of the validation samples (maybe empty), the same at every call."""
         return [self._read_validation(piece) for piece in self._validation_share]
+
+    def adopt(self, plan: Plan) -> None:
+        """From the next step on the replicas' shares are those of `plan`."""
+        self._share = _share(plan, self._replica)
+        self._ahead.clear()
 
     def close(self) -> None:
         """Ends the thread; may be called again."""
@@ -97,3 +102,9 @@ class Loader:
 
     def _places(self, piece: int) -> range:
         return range(piece * self._micro_batch, (piece + 1) * self._micro_batch)
+
+
+def _share(plan: Plan, replica: int) -> range:
+    """Micro-batches of the global batch that are the replica's."""
+    first = plan.first_micro_batch(replica)
+    return range(first, first + plan.shares[replica])

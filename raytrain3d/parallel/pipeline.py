@@ -20,21 +20,22 @@ import torch
 from torch import Tensor, nn
 
 from raytrain3d.parallel.channels import Mail
-from raytrain3d.plan.program import SENDS
+from raytrain3d.parallel.clock import Clock
+from raytrain3d.plan.program import RECEIVES, SENDS
 from raytrain3d.plan.rank_program import RankProgram
 from raytrain3d.plan.schedule import Kind, Op
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LayerTimes:
     """Seconds by layer index, and waiting, of one run."""
 
-    forward: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    backward: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    forward: Mapping[int, float]
+    backward: Mapping[int, float]
     """Whole backwards, and input gradients of split ones."""
-    weight: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    weight: Mapping[int, float]
     """Weight gradients of split backwards."""
-    receive_wait: float = 0.0
+    receive_wait: float
 
     @property
     def compute(self) -> float:
@@ -87,24 +88,24 @@ class PipelineRun:
     """One run of a rank's program: activations in flight, losses so far, times.
 
     `layer_done(layer)` is called after the last backward of a layer. Without backwards in the program nothing is kept.
-    With `record`, every op but sends leaves its start and end (seconds of `time.perf_counter`) in `spans`.
+    `slowdown(layer)` is how many times as long as it takes a layer's compute shall take (for tests and demonstrations).
     """
 
     def __init__(self, stages: Mapping[int, Stage], mail: Mail, feed: Feed, *, recompute: bool, put_off: PutOff,
-                 layer_done: Callable[[int], None], record: bool = False) -> None:
+                 layer_done: Callable[[int], None], clock: Clock, slowdown: Callable[[int], float] | None = None) -> None:
         self._stages, self._mail, self._feed = stages, mail, feed
         self._recompute, self._put_off, self._layer_done = recompute, put_off, layer_done
+        self._clock, self._slowdown = clock, slowdown
         self._training = False
         self._gradients_left: dict[int, int] = {}
         self._entering: dict[tuple[int, int], Tensor] = {}
         self._coming_back: dict[tuple[int, int], Tensor] = {}
         self._leaving: dict[tuple[Kind, int, int], Tensor] = {}
         self._in_flight: dict[tuple[int, int], InFlight] = defaultdict(InFlight)
+        self._ops: list[tuple[Op, Any, Any]] = []
+        self._laps: list[tuple[Kind, int, Any, Any]] = []
         self.losses: list[Tensor] = []
         """Summed loss of each micro-batch, on the last stage."""
-        self.times = LayerTimes()
-        self._record = record
-        self.spans: list[tuple[Op, float, float]] = []
         self.current: Op | None = None
         """The op under way; stays where it was when an error ends the run."""
 
@@ -114,11 +115,37 @@ class PipelineRun:
         self._training = any(op.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) for op in program.ops)
         for op in program.ops:
             self.current = op
-            start = time.perf_counter()
+            start = self._clock.mark()
             self._execute(op)
-            if self._record and op.kind not in SENDS:
-                self.spans.append((op, start, time.perf_counter()))
+            if op.kind not in SENDS:
+                self._ops.append((op, start, self._clock.mark()))
         self._mail.finish()
+
+    def times(self) -> LayerTimes:
+        """Of all layers, once the device is done with them."""
+        found: dict[Kind, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        for kind, layer, start, end in self._laps:
+            found[kind][layer] += self._clock.seconds(start, end)
+        waits = (self._clock.seconds(start, end) for op, start, end in self._ops if op.kind in RECEIVES)
+        return LayerTimes(forward=found[Kind.FORWARD], backward=found[Kind.BACKWARD], weight=found[Kind.BACKWARD_WEIGHT],
+                          receive_wait=sum(waits))
+
+    def spans(self) -> list[tuple[Op, float, float]]:
+        """(op, start, end) of every op but sends, which take no time; seconds since the first one's start."""
+        if not self._ops:
+            return []
+        zero = self._ops[0][1]
+        return [(op, self._clock.seconds(zero, start), self._clock.seconds(zero, end)) for op, start, end in self._ops]
+
+    def _lap(self, kind: Kind, layer: int, start: Any) -> None:
+        """A part of a layer is over that began at the mark `start`."""
+        end = self._clock.mark()
+        factor = 1.0 if self._slowdown is None else self._slowdown(layer)
+        if factor > 1:
+            self._clock.wait()
+            time.sleep((factor - 1) * self._clock.seconds(start, end))
+            end = self._clock.mark()
+        self._laps.append((kind, layer, start, end))
 
     def _execute(self, op: Op) -> None:
         match op.kind:
@@ -138,9 +165,7 @@ class PipelineRun:
                 self._receive(op)
 
     def _receive(self, op: Op) -> None:
-        start = time.perf_counter()
         message = self._mail.receive(op)
-        self.times.receive_wait += time.perf_counter() - start
         forward = op.kind is Kind.RECEIVE_FORWARD
         (self._entering if forward else self._coming_back)[op.stage, op.micro_batch] = message
         self._in_flight[op.stage, op.micro_batch].messages.append(message)
@@ -149,14 +174,14 @@ class PipelineRun:
         stage, key = self._stages[op.stage], (op.stage, op.micro_batch)
         x = self._feed.tokens(op.micro_batch) if stage.is_first else self._entering.pop(key)
         for layer, module in stage.layers.items():
-            start = time.perf_counter()
+            start = self._clock.mark()
             entering = x.detach().requires_grad_() if x.is_floating_point() and self._training else x
             with torch.set_grad_enabled(self._training and not self._recompute):
                 out = module(entering, *self._feed.arguments(op.micro_batch, layer))
             if self._training:
                 self._in_flight[key].layers.append((layer, entering, None if self._recompute else out))
             x = out.detach().contiguous()
-            self.times.forward[layer] += time.perf_counter() - start
+            self._lap(Kind.FORWARD, layer, start)
         if stage.is_last:
             self.losses.append(x)
         else:
@@ -170,7 +195,7 @@ class PipelineRun:
         in_flight = self._in_flight[key]
         while in_flight.layers:
             layer, entering, out = in_flight.layers.pop()
-            start = time.perf_counter()
+            start = self._clock.mark()
             if out is None:
                 out = stage.layers[layer](entering, *self._feed.arguments(op.micro_batch, layer))
             with self._put_off() if split else nullcontext() as later:
@@ -179,7 +204,7 @@ class PipelineRun:
             if later is not None:
                 in_flight.put_off.append((layer, later))
             gradient = None if entering.grad is None else entering.grad.contiguous()
-            self.times.backward[layer] += time.perf_counter() - start
+            self._lap(Kind.BACKWARD, layer, start)
             if not split and self._gradients_left[op.stage] == 1:
                 self._layer_done(layer)
         if not stage.is_first:
@@ -188,9 +213,9 @@ class PipelineRun:
 
     def _weight_gradients(self, op: Op) -> None:
         for layer, later in self._in_flight[op.stage, op.micro_batch].put_off:
-            start = time.perf_counter()
+            start = self._clock.mark()
             later.accumulate()
-            self.times.weight[layer] += time.perf_counter() - start
+            self._lap(Kind.BACKWARD_WEIGHT, layer, start)
             if self._gradients_left[op.stage] == 1:
                 self._layer_done(layer)
 

@@ -3,8 +3,10 @@
 A step computes and reduces gradients, agrees with all ranks, and only then changes parameters.
 """
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,19 +18,22 @@ from raytrain3d.data.loader import Loader, MicroBatch
 from raytrain3d.model.dropout import DropoutKeys
 from raytrain3d.model.functional import put_off
 from raytrain3d.model.init import initial_values
-from raytrain3d.model.transformer import build_layers
+from raytrain3d.model.transformer import Layer
 from raytrain3d.parallel.channels import Buffers, Mail
+from raytrain3d.parallel.clock import clock_for
 from raytrain3d.parallel.commit import Agreement, CommitVector, sum_over_all
 from raytrain3d.parallel.gradients import GradientReduction
 from raytrain3d.parallel.groups import Groups, Link, join_store
 from raytrain3d.parallel.layer_state import DTYPES, LayerState
 from raytrain3d.parallel.links import measure_links
+from raytrain3d.parallel.migrate import channel_between, receive_layer, send_layer
 from raytrain3d.parallel.optimizer import gather, update
-from raytrain3d.parallel.pipeline import Feed, PipelineRun, Stage
-from raytrain3d.parallel.tensor import apply_tensor_parallelism
+from raytrain3d.parallel.pipeline import Feed, PipelineRun
 from raytrain3d.plan.params import model_spec
+from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.plan import Plan
 from raytrain3d.plan.rank_program import rank_program_for
+from raytrain3d.train.holding import Holding
 from raytrain3d.train.lr import learning_rate
 from raytrain3d.train.report import EvaluationReport, StepReport, Stopwatch, Timeline
 
@@ -44,37 +49,29 @@ class Trainer:
         self._device = device or torch.device(f"cuda:{torch.cuda.current_device()}" if plan.device == "gpu" else "cpu")
         self._spec = model_spec(config.model, config.train, plan.mesh.tensor)
         self._loader = loader or Loader(config, plan, self._at.data)
-        layers = plan.layers_of_rank(self._at.pipeline)
-        self.states = {spec.index: LayerState(spec, config, plan.mesh, self._at, self._device)
-                       for spec in self._spec.states_of(layers)}
-        self.layers = build_layers(config.model, layers)
-        self._bind()
-        self._stages = {stage: Stage({layer: self.layers[layer] for layer in plan.layers_of(stage)},
-                                     is_first=stage == 0, is_last=stage == len(plan.stages) - 1)
-                        for stage in plan.stages_of(self._at.pipeline)}
+        self._holding = Holding(config, self._spec, plan, self._at, self._device)
         self._buffers = Buffers((config.train.micro_batch, config.train.sequence, config.model.hidden),
                                 DTYPES[config.train.dtype], self._device)
         self._groups: Groups | None = None
         self._run: PipelineRun | None = None
         self._stop_asked = False
 
-    def _bind(self) -> None:
-        shared = self._spec.tied.index if self._spec.tied is not None else None
-        tied = self.states[shared].parameters if shared in self.states else {}
-        for index, layer in self.layers.items():
-            layer.bind(self.states[index].parameters)
-            if tied and layer is self.layers.get(0):
-                layer.bind({"tokens.weight": tied["tokens.weight"]})
-            if tied and index == len(self._spec.layers) - 1:
-                layer.bind({"output.weight": tied["tokens.weight"]})
+    @property
+    def states(self) -> dict[int, LayerState]:
+        """States held here, by index."""
+        return self._holding.states
+
+    @property
+    def layers(self) -> dict[int, Layer]:
+        """Modules of the layers held here, by index."""
+        return self._holding.layers
 
     def connect(self, host: str, port: int, generation: int) -> None:
         """Join the driver's rendezvous store and make every process group of this rank."""
         timeout_s = self._config.network.timeout_s
         link = Link(join_store(host, port, timeout_s), generation, timeout_s)
         self._groups = Groups(self._plan.mesh, self._plan.placement, self.rank, link, device=self._plan.device)
-        for layer in self.layers.values():
-            apply_tensor_parallelism(layer, self._groups.tensor, heads=self._config.model.heads)
+        self._holding.connect(self._groups.tensor)
 
     def initialize(self) -> None:
         """Fresh weights, a function of (seed, parameter name) alone."""
@@ -87,7 +84,7 @@ class Trainer:
         watch = Stopwatch()
         micro_batches = self._loader.micro_batches(n)
         watch.lap("data_wait")
-        reduction = self._new_reduction()
+        reduction = GradientReduction(self.states, self._holding.reduction_order(), self._connected, self._holding.tied)
         run = self._run_program(micro_batches, n, reduction)
         watch.lap("pipeline")
         reduction.finish()
@@ -97,13 +94,13 @@ class Trainer:
         rate = learning_rate(self._config.learning_rate, n, self._config.train.steps)
         if agreed.finite:
             self._update(n, rate, agreed)
-        for state in self._trained():
+        for state in self._holding.trained():
             state.gradient.zero_()
         watch.lap("optimizer")
         return self._report(n, agreed, rate, run, watch)
 
     def evaluate(self) -> EvaluationReport:
-        """Loss on the first `evaluate.samples` validation samples; the same on every rank."""
+        """Loss on `evaluate.samples` samples from all over the validation split; the same on every rank."""
         watch = Stopwatch()
         micro_batches = self._loader.validation()
         run = self._run_program(micro_batches, None, None)
@@ -115,13 +112,31 @@ class Trainer:
 
     def save(self, directory: str, step: int) -> Receipt:
         """Write this rank's shard of a checkpoint of step `step`; the receipt goes to the driver, which commits."""
-        pieces = [piece for state in self.states.values() if self._saves(state) for piece in state.pieces()
+        pieces = [piece for state in self.states.values() if self._holding.speaks_for(state) for piece in state.pieces()
                   if state.writes(piece)]
         return write_shard(directory, self.rank, pieces, step=step)
 
     def load(self, directory: str) -> None:
         """Fill weights and optimizer state from a checkpoint of any layout."""
         read_into(directory, [piece for state in self.states.values() for piece in state.pieces()])
+
+    def copy_layer(self, layer: int, source: int, target: int) -> int:
+        """Part of a move: pipeline rank `target` gets a copy of a layer from `source`. Both keep it until `adopt`. All ranks
+        of both take part, others have nothing to do. Returns the bytes that this rank has sent."""
+        if self._at.pipeline not in (source, target):
+            return 0
+        channel = channel_between(self._connected.channels, source, target)
+        if self._at.pipeline == source:
+            return send_layer(self.states[layer], channel)
+        receive_layer(self._holding.take(layer), channel)
+        return 0
+
+    def adopt(self, stages: Stages, shares: tuple[int, ...]) -> None:
+        """From the next step on layers are split like this, and micro-batches are shared like this. Layers that are not
+        this rank's any more are let go."""
+        self._plan = replace(self._plan, stages=stages, shares=shares)
+        self._holding.keep(self._plan)
+        self._loader.adopt(self._plan)
 
     def measure_links(self) -> dict[str, float]:
         """Latency and bandwidth of this rank's links by name. All ranks call it together."""
@@ -149,20 +164,6 @@ class Trainer:
         assert self._groups is not None, "connect() comes first"
         return self._groups
 
-    def _trained(self) -> list[LayerState]:
-        return [state for state in self.states.values() if not state.spec.frozen]
-
-    def _saves(self, state: LayerState) -> bool:
-        """A tied state lives on both end stages; the first one saves it and counts its norm."""
-        return state.spec.kind != "tied" or 0 in self._stages
-
-    def _new_reduction(self) -> GradientReduction:
-        tied = self._spec.tied.index if self._spec.tied is not None else None
-        order = sorted((state.spec.index for state in self._trained() if state.spec.index != tied), reverse=True)
-        if tied in self.states and not self.states[tied].spec.frozen:
-            order.append(tied)
-        return GradientReduction(self.states, order, self._connected, tied)
-
     def _run_program(self, micro_batches: Sequence[MicroBatch], step: int | None,
                      reduction: GradientReduction | None) -> PipelineRun:
         """`step` keys the dropout masks; None: evaluation, forwards alone, nothing is dropped."""
@@ -182,13 +183,20 @@ class Trainer:
         program = rank_program_for(plan.schedule, plan.mesh.pipeline, len(micro_batches), plan.chunks,
                                    self._at.pipeline, training=step is not None)
         mail = Mail(self._connected.channels, program, self._buffers)
-        interval = config.run.trace_interval
-        self._run = PipelineRun(self._stages, mail, Feed(tokens, arguments), put_off=put_off,
-                                recompute=config.train.recompute == "full",
+        self._run = PipelineRun(self._holding.stages, mail, Feed(tokens, arguments), put_off=put_off,
+                                clock=clock_for(self._device), recompute=config.train.recompute == "full",
                                 layer_done=reduction.ready if reduction is not None else lambda layer: None,
-                                record=interval is not None and step is not None and step % interval == 0)
+                                slowdown=self._slowdown(step))
         self._run.execute(program)
         return self._run
+
+    def _slowdown(self, step: int | None) -> Callable[[int], float] | None:
+        """How much slower each layer shall be in this step (`debug.slowdown`)."""
+        now = [slow for slow in self._config.debug.slowdown
+               if step is not None and slow.first <= step <= (slow.last or step) and slow.rank in (None, self.rank)]
+        if not now:
+            return None
+        return lambda layer: math.prod(slow.factor for slow in now if slow.layer in (None, layer))
 
     def _set_loss(self, vector: CommitVector, run: PipelineRun, micro_batches: Sequence[MicroBatch]) -> None:
         if run.losses and self._at.tensor == 0:
@@ -197,8 +205,8 @@ class Trainer:
 
     def _agree(self, run: PipelineRun, micro_batches: Sequence[MicroBatch]) -> Agreement:
         vector = CommitVector(self._plan.mesh, len(self._spec.states))
-        for state in self._trained():
-            if self._saves(state):
+        for state in self._holding.trained():
+            if self._holding.speaks_for(state):
                 vector.set_norm(state.spec.index, self._at.tensor, self._at.data, state.squared_norm())
         self._set_loss(vector, run, micro_batches)
         if self._stop_asked:
@@ -209,12 +217,12 @@ class Trainer:
     def _update(self, n: int, rate: float, agreed: Agreement) -> None:
         clip = self._config.optimizer.clip_norm
         scale = 1.0 if clip is None else min(1.0, clip / (agreed.gradient_norm + 1e-6))
-        for state in self._trained():
+        for state in self._holding.trained():
             update(state, self._config.optimizer, step=n, rate=rate, scale=scale / max(agreed.tokens, 1))
             gather(state, self._connected.data)
 
     def _report(self, n: int, agreed: Agreement, rate: float, run: PipelineRun, watch: Stopwatch) -> StepReport:
-        times = run.times
+        times = run.times()
         return StepReport(
             step=n, rank=self.rank, loss=agreed.loss, tokens=agreed.tokens, gradient_norm=agreed.gradient_norm,
             learning_rate=rate, skipped=not agreed.finite, stop=agreed.stop, seconds=watch.total,
@@ -222,13 +230,12 @@ class Trainer:
             receive_wait_s=times.receive_wait, reduce_wait_s=watch.laps["reduce_wait"],
             commit_wait_s=watch.laps["commit_wait"], optimizer_s=watch.laps["optimizer"],
             layer_forward_s=dict(times.forward), layer_backward_s=dict(times.backward),
-            layer_weight_s=dict(times.weight), timeline=_timeline(run, watch),
+            layer_weight_s=dict(times.weight), timeline=self._timeline(n, run, watch),
         )
 
-
-def _timeline(run: PipelineRun, watch: Stopwatch) -> Timeline | None:
-    if not run.spans:
-        return None
-    zero = run.spans[0][1]
-    return Timeline(start=time.time() - (time.perf_counter() - zero), seconds=watch.laps["pipeline"],
-                    spans=tuple((str(op), start - zero, end - zero) for op, start, end in run.spans))
+    def _timeline(self, n: int, run: PipelineRun, watch: Stopwatch) -> Timeline | None:
+        interval = self._config.run.trace_interval
+        if interval is None or n % interval:
+            return None
+        return Timeline(start=time.time() - watch.total + watch.laps["data_wait"], seconds=watch.laps["pipeline"],
+                        spans=tuple((str(op), start, end) for op, start, end in run.spans()))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from raytrain3d.config import JobConfig
 from raytrain3d.model.functional import linear, put_off
 from raytrain3d.parallel.channels import Buffers
+from raytrain3d.parallel.clock import HostClock
 from raytrain3d.parallel.pipeline import Feed, PipelineRun, Stage
 from raytrain3d.plan.plan import make_plan
 from raytrain3d.plan.rank_program import RankProgram
@@ -62,7 +63,7 @@ def run(layers: dict[int, nn.Module], *kinds: Kind, layer_done: Callable[[int], 
     post = Post()
     feed = Feed(tokens=lambda i: torch.ones(1, 2, 3), arguments=lambda i, layer: ())
     pipeline = PipelineRun({1: Stage(layers, is_first=False, is_last=False)}, post, feed,  # type: ignore[arg-type]
-                           recompute=False, put_off=put_off, layer_done=layer_done)
+                           recompute=False, put_off=put_off, layer_done=layer_done, clock=HostClock())
     pipeline.execute(RankProgram(ops=tuple(Op(kind, 1, 0) for kind in kinds), channels={}, arrivals={}, delivered={}))
     return pipeline, post
 
@@ -104,7 +105,7 @@ def test_what_is_sent_is_never_a_buffer_that_is_used_again() -> None:
 
 def test_times_are_kept_by_layer_and_part() -> None:
     pipeline, _ = run({4: LinearLayer(0)}, *FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-    times = pipeline.times
+    times = pipeline.times()
     assert [list(part) for part in (times.forward, times.backward, times.weight)] == [[4], [4], [4]]
     assert times.compute == pytest.approx(times.forward[4] + times.backward[4] + times.weight[4])
 

@@ -33,8 +33,11 @@ class SyntheticLoader:
     """Tokens as a pure function of (step, sample), with documents of unequal length padded by targets of -100."""
 
     def __init__(self, config: JobConfig, plan: Plan, replica: int) -> None:
-        self._config, self._share = config, plan.shares[replica]
-        self._first = plan.first_micro_batch(replica)
+        self._config, self._replica = config, replica
+        self.adopt(plan)
+
+    def adopt(self, plan: Plan) -> None:
+        self._share, self._first = plan.shares[self._replica], plan.first_micro_batch(self._replica)
 
     def sample(self, step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         draw = random.Random(f"{step}/{index}")

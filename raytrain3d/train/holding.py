@@ -1,0 +1,89 @@
+"""The layers that one rank holds: their states, their modules, and the stages they form. Layers may come and go between
+steps; everything else of a rank stays as it is."""
+
+from typing import Any
+
+import torch
+
+from raytrain3d.config import JobConfig
+from raytrain3d.model.transformer import Layer, build_layers
+from raytrain3d.parallel.groups import Group
+from raytrain3d.parallel.layer_state import LayerState
+from raytrain3d.parallel.pipeline import Stage
+from raytrain3d.parallel.tensor import apply_tensor_parallelism
+from raytrain3d.plan.mesh import Coordinate
+from raytrain3d.plan.params import LayerSpec, ModelSpec
+from raytrain3d.plan.plan import Plan
+
+
+class Holding:
+    """What `plan` gives to the rank at `at`, without values."""
+
+    def __init__(self, config: JobConfig, spec: ModelSpec, plan: Plan, at: Coordinate, device: torch.device) -> None:
+        self._config, self._spec, self._at, self._device = config, spec, at, device
+        self._mesh = plan.mesh
+        self._tensor_group: Group | None = None
+        self.states: dict[int, LayerState] = {}
+        self.layers: dict[int, Layer] = {}
+        self.stages: dict[int, Stage] = {}
+        layers = plan.layers_of_rank(at.pipeline)
+        for state in spec.states_of(layers):
+            self.states[state.index] = self._new_state(state)
+        for layer in layers:
+            self._build(layer)
+        self.keep(plan)
+
+    def connect(self, tensor: Group) -> None:
+        """`tensor` is the group that this rank divides its layers with."""
+        self._tensor_group = tensor
+        for layer in self.layers.values():
+            apply_tensor_parallelism(layer, tensor, heads=self._config.model.heads)
+
+    def take(self, layer: int) -> LayerState:
+        """Add a layer, without values, that belongs to no stage until `keep`."""
+        self.states[layer] = state = self._new_state(self._spec.layers[layer])
+        self._build(layer)
+        if self._tensor_group is not None:
+            apply_tensor_parallelism(self.layers[layer], self._tensor_group, heads=self._config.model.heads)
+        return state
+
+    def keep(self, plan: Plan) -> None:
+        """Form the stages of `plan` and let go of what is not in it."""
+        layers = plan.layers_of_rank(self._at.pipeline)
+        kept = {state.index for state in self._spec.states_of(layers)}
+        self.states = {index: state for index, state in sorted(self.states.items()) if index in kept}
+        self.layers = {index: self.layers[index] for index in layers}
+        self.stages = {stage: Stage({layer: self.layers[layer] for layer in plan.layers_of(stage)},
+                                    is_first=stage == 0, is_last=stage == len(plan.stages) - 1)
+                       for stage in plan.stages_of(self._at.pipeline)}
+
+    def trained(self) -> list[LayerState]:
+        return [state for state in self.states.values() if not state.spec.frozen]
+
+    @property
+    def tied(self) -> int | None:
+        """Index of the state of a tied weight, whether it is held here or not."""
+        return self._spec.tied.index if self._spec.tied is not None else None
+
+    def speaks_for(self, state: LayerState) -> bool:
+        """A tied state lives on both end stages; the first one saves it and counts its norm."""
+        return state.spec.kind != "tied" or 0 in self.stages
+
+    def reduction_order(self) -> list[int]:
+        """Trained states in the order in which all ranks of a data group reduce them: layers from last to first, as their
+        backwards end, then the tied weight."""
+        order = sorted((state.spec.index for state in self.trained() if state.spec.index != self.tied), reverse=True)
+        return order + [state.spec.index for state in self.trained() if state.spec.index == self.tied]
+
+    def _new_state(self, state: LayerSpec) -> LayerState:
+        return LayerState(state, self._config, self._mesh, self._at, self._device)
+
+    def _build(self, index: int) -> None:
+        (layer,) = build_layers(self._config.model, [index]).values()
+        layer.bind(self.states[index].parameters)
+        tied: dict[str, Any] = {} if self.tied is None or self.tied not in self.states else self.states[self.tied].parameters
+        if tied and index == 0:
+            layer.bind({"tokens.weight": tied["tokens.weight"]})
+        if tied and index == len(self._spec.layers) - 1:
+            layer.bind({"output.weight": tied["tokens.weight"]})
+        self.layers[index] = layer
