@@ -102,33 +102,29 @@ Held = Counter[tuple[int, Kind]]
 """(stage, last op done) -> micro-batches that wait on one rank: after F for their backward, after I for their W."""
 
 
+CHANGES: dict[Kind, tuple[tuple[Kind, int], ...]] = {
+    Kind.FORWARD: ((Kind.FORWARD, 1),), Kind.BACKWARD: ((Kind.FORWARD, -1),),
+    Kind.BACKWARD_INPUT: ((Kind.FORWARD, -1), (Kind.BACKWARD_INPUT, 1)), Kind.BACKWARD_WEIGHT: ((Kind.BACKWARD_INPUT, -1),),
+}
+"""Compute op -> (last op done, how many micro-batches more)."""
+
+
 def held_at_peak(ops: Iterable[Op], size: Callable[[int, Kind], float]) -> Held:
     """What one rank holds when it holds most; nothing in a program without backwards, which keeps nothing.
 
     size: what one micro-batch of a stage holds after F, or after I.
     """
-    held: Held = Counter()
-    most, now, peak = held, 0.0, 0.0
-
-    def hold(stage: int, kind: Kind, count: int) -> float:
-        held[stage, kind] += count
-        return count * size(stage, kind)
-
-    backward = False
+    held, most = Held(), Held()
+    now = peak = 0.0
+    training = False
     for op in ops:
-        match op.kind:
-            case Kind.FORWARD:
-                now += hold(op.stage, Kind.FORWARD, 1)
-            case Kind.BACKWARD:
-                now += hold(op.stage, Kind.FORWARD, -1)
-            case Kind.BACKWARD_INPUT:
-                now += hold(op.stage, Kind.FORWARD, -1) + hold(op.stage, Kind.BACKWARD_INPUT, 1)
-            case Kind.BACKWARD_WEIGHT:
-                now += hold(op.stage, Kind.BACKWARD_INPUT, -1)
-        backward = backward or op.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        for after, count in CHANGES.get(op.kind, ()):
+            held[op.stage, after] += count
+            now += count * size(op.stage, after)
+            training = training or count < 0
         if now > peak:
             most, peak = held.copy(), now
-    return +most if backward else Counter()
+    return +most if training else Held()
 
 
 def peak_in_flight(ops: Iterable[Op]) -> int:
