@@ -17,6 +17,7 @@ from raytrain3d.gang.handle import Gang, RankDied, RankRaised
 from raytrain3d.gang.reports import ReportReader
 from raytrain3d.gang.stop import StopFlag
 from raytrain3d.gang.worker import LeaseEnd, NodeFacts, RankWorker
+from raytrain3d.plan.partition import Stages
 from raytrain3d.train.report import EvaluationReport, StepReport
 
 T = TypeVar("T")
@@ -132,6 +133,16 @@ class Fleet:
         """Every rank writes its shard; in rank order."""
         futures = {handle.rank: handle.call(RankWorker.save, directory, step) for handle in self._ranks}
         return self._all("saving", futures, self._limits.storage_s)
+
+    def copy_layer(self, layer: int, source: int, target: int) -> int:
+        """Pipeline rank `target` of every replica gets a copy of a layer from `source`. Returns the bytes sent by all."""
+        futures = {handle.rank: handle.call(RankWorker.copy_layer, layer, source, target) for handle in self._ranks}
+        return sum(self._all("copying a layer", futures, self._limits.work_s))
+
+    def adopt(self, stages: Stages, shares: tuple[int, ...]) -> None:
+        """Every rank holds and computes what the committed plan says."""
+        futures = {handle.rank: handle.call(RankWorker.adopt, stages, shares) for handle in self._ranks}
+        self._all("taking over a new split", futures, self._limits.work_s)
 
     def measure_links(self) -> list[dict[str, float]]:
         futures = {handle.rank: handle.call(RankWorker.measure_links) for handle in self._ranks}

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from raytrain3d.config import JobConfig
 from raytrain3d.metrics.logs import log_to_file
 from raytrain3d.metrics.trace_file import append_trace
+from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.plan import Plan
 from raytrain3d.train.report import EvaluationReport, StepReport
 
@@ -175,6 +176,15 @@ class RankWorker:
 
     def save(self, directory: str, step: int) -> "Receipt":
         return self._connected.save(directory, step)
+
+    def copy_layer(self, layer: int, source: int, target: int) -> int:
+        """Part of a move between pipeline ranks; see `Trainer.copy_layer`. Returns the bytes sent."""
+        return self._connected.copy_layer(layer, source, target)
+
+    def adopt(self, stages: Stages, shares: tuple[int, ...]) -> None:
+        """Hold and compute what the committed plan says; see `Trainer.adopt`."""
+        self._connected.adopt(stages, shares)
+        logger.info("stages %s, shares %s", stages, shares)
 
     def measure_links(self) -> dict[str, float]:
         """Latency and bandwidth to neighbours, by link; see `Trainer.measure_links`."""
