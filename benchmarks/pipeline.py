@@ -3,6 +3,7 @@
 | part    | what runs                                                                          |
 |---------|------------------------------------------------------------------------------------|
 | `sleep` | stages that sleep on 4 and 8 ranks: what the runtime adds to the ideal step        |
+| `real`  | a 30M model on 2 ranks, FP32 and bf16: the same layers under our 1F1B, our ZB-H1, torch 1F1B |
 
 Prints tables and one line of JSON.
 
@@ -12,9 +13,10 @@ Prints tables and one line of JSON.
 import argparse
 import json
 
+import pipeline_real
 import pipeline_sleep
 
-PARTS = {"sleep": pipeline_sleep.run}
+PARTS = {"sleep": pipeline_sleep.run, "real": pipeline_real.run}
 
 
 def main() -> None:
