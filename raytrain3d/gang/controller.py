@@ -120,7 +120,7 @@ class Controller:
             self._state = State.FINISHED
         except FleetFailed as failed:
             self._read_reports()
-            self._error = diagnose(failed.signs, self._job.plan.mesh, self._fleet.nodes)
+            self._error = diagnose(failed.signs, self._job.plan, self._fleet.nodes)
             self._state = State.RECOVERING
         except RayTrain3DError as error:
             self._error, self._state = error, State.FAILED

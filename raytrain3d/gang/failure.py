@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from raytrain3d.errors import CheckpointError, ConfigError, DataError, PlanError, RankFailed, RayTrain3DError
-from raytrain3d.plan.mesh import Mesh
+from raytrain3d.plan.grid import program_grid
+from raytrain3d.plan.plan import Plan
+from raytrain3d.plan.program import programs_for
 
 Kind = Literal["died", "raised", "lost connection", "silent"]
 ORDER: tuple[Kind, ...] = ("died", "raised", "lost connection", "silent")
@@ -76,33 +78,45 @@ def culprit(signs: Sequence[Sign]) -> Sign:
     return replace(first, step=max(steps)) if first.kind == "died" and first.during is None and steps else first
 
 
-def diagnose(signs: Sequence[Sign], mesh: Mesh, nodes: Mapping[int, str]) -> RayTrain3DError:
-    """One error that names rank, stage, node and cause. nodes: rank -> node, where known.
+def diagnose(signs: Sequence[Sign], plan: Plan, nodes: Mapping[int, str]) -> RayTrain3DError:
+    """One error that names rank, stage, node and cause, and shows the op that failed. nodes: rank -> node, where known.
 
     An error that tells the user what to change (data, checkpoint, configuration) keeps its class; all else is
     RankFailed.
     """
     first = culprit(signs)
-    where = place(first.rank, mesh, nodes)
+    where = place(first.rank, plan, nodes)
     if first.error in _USER_ERRORS:
         return _USER_ERRORS[first.error](f"{first.cause} (seen by {where})")
     cause = f"{first.error}: {first.cause}" if first.error and first.error != first.cause else first.cause
     lines = [f"{where} {_WHAT[first.kind]}{_when(first)}: {cause}"]
     others = {sign.rank for sign in signs} - {first.rank}
     if alike := others & {sign.rank for sign in signs if sign.kind == first.kind}:
-        lines.append(f"so did {'; '.join(place(rank, mesh, nodes) for rank in sorted(alike))}")
+        lines.append(f"so did {'; '.join(place(rank, plan, nodes) for rank in sorted(alike))}")
     if touched := others - alike:
-        lines.append(f"because of that {_ranks(sorted(touched))} failed too")
+        lines.append(f"because of that {_numbered('rank', sorted(touched))} failed too")
     if first.kind == "raised":
         lines.append(first.traceback.rstrip())
+    lines += _schedule(first, plan)
     return RankFailed("\n".join(lines), rank=first.rank, step=first.step, op=first.op)
 
 
-def place(rank: int, mesh: Mesh, nodes: Mapping[int, str]) -> str:
+def place(rank: int, plan: Plan, nodes: Mapping[int, str]) -> str:
     """`rank 3 (replica 0, stage 1, tensor 1) on node 10.0.0.7`."""
-    at = mesh.coordinate(rank)
+    at = plan.mesh.coordinate(rank)
     node = f" on node {nodes[rank]}" if rank in nodes else ""
-    return f"rank {rank} (replica {at.data}, stage {at.pipeline}, tensor {at.tensor}){node}"
+    return f"rank {rank} (replica {at.data}, {_numbered('stage', plan.stages_of(at.pipeline))}, tensor {at.tensor}){node}"
+
+
+def _schedule(sign: Sign, plan: Plan) -> list[str]:
+    """The replica's schedule with the op that failed marked, if it failed in one."""
+    at = plan.mesh.coordinate(sign.rank)
+    programs = programs_for(plan.schedule, plan.mesh.pipeline, plan.shares[at.data], plan.chunks)
+    named = {str(op): op for op in programs.ops[at.pipeline]}
+    if sign.op not in named or sign.during is not None:
+        return []
+    return [f"schedule {plan.schedule} of replica {at.data} by pipeline rank, the failed op marked:",
+            program_grid(programs, at.pipeline, named[sign.op])]
 
 
 def _when(sign: Sign) -> str:
@@ -111,5 +125,6 @@ def _when(sign: Sign) -> str:
     return (f" in step {sign.step}" if sign.step is not None else "") + (f", op {sign.op}" if sign.op else "")
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def _numbered(word: str, numbers: Sequence[int]) -> str:
+    """`rank 3`, `ranks 3, 5`."""
+    return f"{word}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

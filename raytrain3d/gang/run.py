@@ -93,7 +93,7 @@ class _Run:
             try:
                 yield fleet
             except FleetFailed as failed:
-                raise diagnose(failed.signs, plan.mesh, fleet.nodes) from None
+                raise diagnose(failed.signs, plan, fleet.nodes) from None
             fleet.leave()
 
 

@@ -204,7 +204,7 @@ def test_ranks_end_with_their_driver(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "step", "words"), [
-    ("raise", 3, "failed in step 3, op 0F0: MemoryError: no room for activations"),
+    ("raise", 3, "failed in step 3, op 1F0: MemoryError: no room for activations"),
     ("exit", 3, "died in step 3: its process was ended by SIGKILL"),
     ("connection", 3, "lost its connections in step 3"),
     ("raise", 0, "failed while joining: MemoryError")])

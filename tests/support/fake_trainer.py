@@ -35,6 +35,7 @@ class FakeTrainer:
 
     def __init__(self, config: JobConfig, plan: Plan, rank: int) -> None:
         self._config, self._plan, self._rank = config, plan, rank
+        self._stage = plan.stages_of(plan.mesh.coordinate(rank).pipeline)[0]
         self._directory = Path(config.run.directory)
         self._links: list[Connection] = []
         self._stop_asked = False
@@ -64,7 +65,7 @@ class FakeTrainer:
 
     def step(self, n: int) -> StepReport:
         start = time.perf_counter()
-        self.current_op = "0F0"
+        self.current_op = f"{self._stage}F0"
         self._fail(n)
         time.sleep(self._config.train.seed / 100)
         stop = self._exchange(self._stop_asked)
