@@ -28,6 +28,7 @@ from raytrain3d.plan.plan import make_plan
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LIVE = ("status", "stop")
+SMALL = ["train.steps=2", "learning_rate.warmup=1", "evaluate.samples=4"]
 
 
 def commands(page: str) -> list[str]:
@@ -67,11 +68,13 @@ def test_command_is_understood(command: str, place: Path, monkeypatch: pytest.Mo
         assert load("jobs/quickstart.yaml").run.name == name
         return Status(run=name, state="running", step=1, num_steps=2)
 
+    if arguments[0] == "trace":
+        traced = ["run.name=traced", "run.trace_interval=1", *SMALL]
+        assert main(["train", "jobs/tiny.yaml", "--launcher", "inline", *traced]) == 0
     monkeypatch.setattr(gang_run, "run_job", run)
     monkeypatch.setattr(gang_run, "check_job", run)
     monkeypatch.setattr(mailbox, "ask_run", ask_run)
-    small = ["train.steps=2", "learning_rate.warmup=1", "evaluate.samples=4"] if "inline" in arguments else []
-    assert main([*arguments, *small]) == 0
+    assert main([*arguments, *(SMALL if "inline" in arguments else [])]) == 0
 
 
 def test_tiny_job_trains_in_one_process(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
