@@ -93,9 +93,10 @@ def one_forward_one_backward(num_ranks: int, num_micro_batches: int, chunks: int
 def interleaved(num_ranks: int, num_micro_batches: int, chunks: int) -> Schedule:
     """1F1B over several chunks per rank, which divides the idle time by them (https://arxiv.org/abs/2104.04473).
 
-    A group of micro-batches goes through one chunk, then through the next. The paper's groups have p micro-batches and
-    m is a multiple of p. Here any m is cut into m // p groups of nearly equal size: none is smaller than p, so no rank
-    waits for a group to come round, and the idle time is the same for every m >= p.
+    A group of micro-batches goes through one chunk, then through the next; p of them in the paper, where m is a multiple
+    of p. Here any m is cut into m // p groups of nearly equal size. None is smaller than p, so no rank waits for a group
+    to come round (a short last group may even deadlock), and the idle time is the same for every m >= p. A rank holds
+    one group for every chunk but the last, so a little over a multiple of p costs memory instead of time.
     """
     num_groups = max(num_micro_batches // num_ranks, 1)
     groups = [num_micro_batches // num_groups + (i < num_micro_batches % num_groups) for i in range(num_groups)]

@@ -170,18 +170,27 @@ def test_idle_time_with_whole_backward(p: int, costs: tuple[int, int, int]) -> N
 
 
 @pytest.mark.parametrize("p", RANKS)
-@pytest.mark.parametrize("costs", [EQUAL, (2, 3, 1), (3, 4, 2), (5, 2, 2), (3, 9, 3)])
+@pytest.mark.parametrize("costs", [EQUAL, (2, 3, 1), (5, 2, 2), (3, 9, 3), (1, 2, 2), (2, 3, 5), (4, 1, 2)])
 def test_idle_time_of_zb_h1(p: int, costs: tuple[int, int, int]) -> None:
-    """(p - 1)(T_F + T_B - T_W), the paper's, from m = p on and with T_W no longer than T_F and T_B: a third of 1F1B's if the
-    three are equal. Each micro-batch less than p is a weight gradient less to fill the gap with."""
+    """From m = p on (p - 1)(T_F + T_B - T_W), the paper's, while T_W is no longer than T_F and T_B; if the three are equal,
+    a third of 1F1B's. A longer T_W does not help: the first rank waits (p - 1) T_B for its first gradient, as it may hold
+    no more than p micro-batches, and the last rank (p - 1) T_F for its first activation."""
     forward, backward_input, backward_weight = costs
-    assert backward_weight <= min(forward, backward_input)
-    for m in sizes(p):
+    for m in (m for m in sizes(p) if m >= p):
         found = idle("zb_h1", p, m, 1, costs)
-        assert found == (p - 1) * (forward + backward_input) - (min(p, m) - 1) * backward_weight
-        if m >= p:
+        assert found == (p - 1) * max(forward + backward_input - backward_weight, backward_input, forward)
+        if backward_weight <= min(forward, backward_input):
             assert found == (p - 1) * (forward + backward_input - backward_weight)
-            assert costs != EQUAL or 3 * found == idle("1f1b", p, m, 1, costs)
+        assert costs != EQUAL or 3 * found == idle("1f1b", p, m, 1, costs)
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_idle_time_of_zb_h1_with_fewer_micro_batches_than_ranks(p: int) -> None:
+    """Each one less than p is a weight gradient less to fill the gap with."""
+    for m, costs in product(range(1, p), [EQUAL, (2, 3, 1), (5, 2, 2)]):
+        forward, backward_input, backward_weight = costs
+        found = idle("zb_h1", p, m, 1, costs)
+        assert found == (p - 1) * (forward + backward_input) - (m - 1) * backward_weight
 
 
 @pytest.mark.parametrize("p", RANKS)
