@@ -42,6 +42,16 @@ class StepSummary:
     layer_forward_s: dict[int, float]
     """By layer: mean over the ranks that hold it, summed over a step's micro-batches."""
     layer_backward_s: dict[int, float]
+    """Whole backwards, and input gradients of split ones."""
+    layer_weight_s: dict[int, float]
+    """Weight gradients of split backwards."""
+
+    @property
+    def imbalance(self) -> float:
+        """Compute of the busiest pipeline rank over the mean of all; 1 is even."""
+        work = [stage.compute_s for stage in self.stages]
+        mean = sum(work) / len(work)
+        return max(work) / mean if mean > 0 else 1.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -49,7 +59,7 @@ class StepSummary:
 
     def to_record(self) -> dict[str, Any]:
         """Plain values. Numbers that are not finite become null, which JSON has no other word for."""
-        record = asdict(self) | {"tokens_per_s": self.tokens_per_s}
+        record = asdict(self) | {"tokens_per_s": self.tokens_per_s, "imbalance": self.imbalance}
         return {key: None if isinstance(value, float) and not math.isfinite(value) else value
                 for key, value in record.items()}
 
@@ -64,7 +74,8 @@ def summarize(reports: Sequence[StepReport], mesh: Mesh) -> StepSummary:
         learning_rate=first.learning_rate, skipped=first.skipped, seconds=max(r.seconds for r in reports),
         idle_share=_mean(reports, lambda r: r.idle_share), stages=stages,
         layer_forward_s=_by_layer([r.layer_forward_s for r in reports]),
-        layer_backward_s=_by_layer([r.layer_backward_s for r in reports]))
+        layer_backward_s=_by_layer([r.layer_backward_s for r in reports]),
+        layer_weight_s=_by_layer([r.layer_weight_s for r in reports]))
 
 
 def _mean(reports: Sequence[StepReport], value: Callable[[StepReport], float]) -> float:
