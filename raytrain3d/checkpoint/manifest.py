@@ -17,7 +17,7 @@ from raytrain3d.plan.params import Rectangle
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-DTYPES = {"float32": 4, "bfloat16": 2, "float64": 8}
+DTYPES = {"float32": 4, "bfloat16": 2, "float64": 8, "float16": 2}
 """Bytes of an element, by torch's name of the type."""
 
 SHARD_NAME = re.compile(r"rank-[0-9]{4,}\.safetensors")

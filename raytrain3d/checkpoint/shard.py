@@ -7,8 +7,9 @@ Reading goes through the library and touches only the wanted boxes.
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,7 +21,8 @@ from raytrain3d.checkpoint.manifest import DTYPES, Entry, FileRecord
 from raytrain3d.errors import CheckpointError
 from raytrain3d.plan.params import Rectangle
 
-_CODES = {"float32": "F32", "bfloat16": "BF16", "float64": "F64"}
+CODES = {"float32": "F32", "bfloat16": "BF16", "float64": "F64", "float16": "F16"}
+"""Names of types in the format, by torch's."""
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -36,7 +38,7 @@ def write_file(path: str, name: str, pieces: Sequence[Piece]) -> tuple[FileRecor
     digest = hashlib.sha256()
     size = 0
     with open(path, "wb") as file:
-        for data in chain([memoryview(_header(entries))], map(_bytes, ordered)):
+        for data in chain([memoryview(_header(entries))], (tensor_bytes(piece.tensor) for piece in ordered)):
             file.write(data)
             digest.update(data)
             size += len(data)
@@ -53,20 +55,27 @@ def _entry(piece: Piece, file: str) -> Entry:
 
 
 def _header(entries: Sequence[Entry]) -> bytes:
-    header: dict[str, Any] = {}
+    keys = [entry.key for entry in entries]
+    if len(set(keys)) != len(keys):
+        raise ValueError(f"two pieces begin at the same place: {next(key for key in keys if keys.count(key) > 1)}")
+    return header((entry.key, entry.dtype, entry.rectangle.shape) for entry in entries)
+
+
+def header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None = None) -> bytes:
+    """What stands before the data of the tensors (key, dtype, shape), which follow one another in this order."""
+    record: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     end = 0
-    for entry in entries:
-        if entry.key in header:
-            raise ValueError(f"two pieces begin at the same place: {entry.key}")
-        start, end = end, end + entry.rectangle.size * DTYPES[entry.dtype]
-        header[entry.key] = {"dtype": _CODES[entry.dtype], "shape": entry.rectangle.shape, "data_offsets": (start, end)}
-    text = json.dumps(header).encode()
+    for key, dtype, shape in tensors:
+        start, end = end, end + math.prod(shape) * DTYPES[dtype]
+        record[key] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": (start, end)}
+    text = json.dumps(record).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes(piece: Piece) -> memoryview:
-    return piece.tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Its elements in row order; a copy only where it is not contiguous on the host."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def verify_file(path: str, where: str, record: FileRecord) -> None:
@@ -89,7 +98,7 @@ def copy_boxes(path: str, where: str, boxes: Sequence[tuple[Piece, Entry, Rectan
         with safe_open(path, framework="pt") as file:
             for piece, entry, box in boxes:
                 stored = file.get_slice(entry.key)
-                if stored.get_dtype() != _CODES[entry.dtype] or tuple(stored.get_shape()) != entry.rectangle.shape:
+                if stored.get_dtype() != CODES[entry.dtype] or tuple(stored.get_shape()) != entry.rectangle.shape:
                     raise CheckpointError(f"{where}: {entry.key} is not the {entry.dtype} box of shape "
                                           f"{entry.rectangle.shape} that the manifest says")
                 piece.tensor[box.within(piece.rectangle)].copy_(stored[box.within(entry.rectangle)])

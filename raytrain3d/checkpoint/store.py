@@ -59,11 +59,16 @@ def commit(directory: str | Folder, step: int, receipts: Sequence[Receipt], *, c
             raise CheckpointError(f"{folder.path}: rank {receipt.rank} saved step {receipt.step} with skipped steps "
                                   f"{receipt.skipped_steps}, rank {receipts[0].rank} skipped "
                                   f"{receipts[0].skipped_steps} and the checkpoint is of step {step}")
-    manifest = Manifest(
+    commit_manifest(folder, Manifest(
         step=step, run=config.run.name, data=data, config=plain_config(config), parameters=global_shapes(config),
         skipped_steps=receipts[0].skipped_steps if receipts else (),
         files=tuple(receipt.file for receipt in receipts if receipt.file is not None),
-        entries=tuple(entry for receipt in receipts for entry in receipt.entries))
+        entries=tuple(entry for receipt in receipts for entry in receipt.entries)))
+
+
+def commit_manifest(directory: str | Folder, manifest: Manifest) -> None:
+    """Writes the manifest, which makes the directory a checkpoint. Raises CheckpointError unless it is complete."""
+    folder = open_folder(directory)
     text = manifest.to_json()
     # Read back as a loader would: what cannot be loaded is not committed.
     Manifest.from_json(text, folder.path).check_complete(folder.path)
@@ -92,7 +97,7 @@ def read_into(directory: str | Folder, pieces: Sequence[Piece]) -> None:
     """
     folder = open_folder(directory)
     manifest = read_manifest(folder)
-    work = _boxes_by_file(manifest, pieces, folder.path)
+    work = boxes_by_file(manifest, pieces, folder.path)
     records = {record.name: record for record in manifest.files}
     missing = [name for name in work if name not in folder.names()]
     if missing:
@@ -103,7 +108,7 @@ def read_into(directory: str | Folder, pieces: Sequence[Piece]) -> None:
             copy_boxes(path, f"{folder.path}/{name}", work[name])
 
 
-def _boxes_by_file(manifest: Manifest, pieces: Sequence[Piece],
+def boxes_by_file(manifest: Manifest, pieces: Sequence[Piece],
                    where: str) -> dict[str, list[tuple[Piece, Entry, Rectangle]]]:
     """What to copy from each file; disjoint boxes that are exactly all pieces."""
     found = manifest.by_parameter()
