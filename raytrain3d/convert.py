@@ -10,17 +10,23 @@ import math
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Union
+from typing import Any, Literal, TypeVar, Union
 
 from raytrain3d.config import JobConfig
 from raytrain3d.errors import ConfigError
 
+T = TypeVar("T")
+
 
 def to_config(raw: object) -> JobConfig:
     """The job that nested dictionaries describe; `???` stands for a value not given."""
-    config = _convert(JobConfig, raw, "")
-    assert isinstance(config, JobConfig)
-    return config
+    return to_section(JobConfig, raw, "")
+
+
+def to_section(kind: type[T], raw: object, key: str) -> T:
+    """The section that a dictionary at the key path `key` describes."""
+    section: T = _section(kind, raw, key)
+    return section
 
 
 def _convert(kind: Any, value: Any, key: str) -> Any:

@@ -20,12 +20,12 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
     "convert": LOW,
-    "load": LOW | {"convert"},
+    "load": LOW | {"convert", "model.huggingface_config"},
     "reference": {"config"},
     "plan": LOW,
     "data": LOW | {"plan"},
     "model": LOW | {"plan"},
-    "checkpoint": LOW | {"plan"},
+    "checkpoint": LOW | {"convert", "plan", "model.huggingface", "model.huggingface_config"},
     "parallel": LOW | {"plan", "checkpoint.layout"},
     "train": LOW | MIDDLE | {"plan"},
     "metrics": LOW | {"plan", "train.report"},
@@ -48,8 +48,9 @@ OWNERS: dict[str, set[str]] = {
     "numpy": {"data"},
     "torch": {"data", "model", "parallel", "checkpoint", "train", "gang"},
 }
-PURE = ("config", "errors", "convert", "reference", "plan", "data.sampler", "data.manifest", "checkpoint.layout",
-        "checkpoint.manifest", "train.lr", "train.report", "gang.failure", "cli")
+PURE = ("config", "errors", "convert", "reference", "plan", "data.sampler", "data.manifest", "model.huggingface",
+        "model.huggingface_config", "checkpoint.layout", "checkpoint.manifest", "train.lr", "train.report", "gang.failure",
+        "cli")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,7 +97,7 @@ def read_into(directory: str | Folder, pieces: Sequence[Piece]) -> None:
     """
     folder = open_folder(directory)
     manifest = read_manifest(folder)
-    work = boxes_by_file(manifest, pieces, folder.path)
+    work = _boxes_by_file(manifest, pieces, folder.path)
     records = {record.name: record for record in manifest.files}
     missing = [name for name in work if name not in folder.names()]
     if missing:
@@ -108,7 +108,7 @@ def read_into(directory: str | Folder, pieces: Sequence[Piece]) -> None:
             copy_boxes(path, f"{folder.path}/{name}", work[name])
 
 
-def boxes_by_file(manifest: Manifest, pieces: Sequence[Piece],
+def _boxes_by_file(manifest: Manifest, pieces: Sequence[Piece],
                    where: str) -> dict[str, list[tuple[Piece, Entry, Rectangle]]]:
     """What to copy from each file; disjoint boxes that are exactly all pieces."""
     found = manifest.by_parameter()

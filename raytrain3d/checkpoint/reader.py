@@ -1,0 +1,79 @@
+"""A checkpoint that is read weight by weight: each file is fetched and verified once, when it is first needed."""
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from raytrain3d.checkpoint.layout import Piece, cover, full_rectangle
+from raytrain3d.checkpoint.manifest import Entry
+from raytrain3d.checkpoint.shard import copy_boxes, verify_file
+from raytrain3d.checkpoint.storage import Folder, open_folder
+from raytrain3d.checkpoint.store import read_manifest
+from raytrain3d.config import ModelConfig
+from raytrain3d.convert import to_section
+from raytrain3d.errors import CheckpointError, ConfigError
+from raytrain3d.plan.params import Rectangle
+
+
+class Reader:
+    """Weights of one checkpoint. A context manager, since files of a remote one are spooled here until it ends.
+
+    CheckpointError naming the file when something is missing or damaged.
+    """
+
+    def __init__(self, directory: str | Folder) -> None:
+        self.folder = open_folder(directory)
+        self.manifest = read_manifest(self.folder)
+        self._records = {record.name: record for record in self.manifest.files}
+        self._entries = self.manifest.by_parameter()
+        self._paths: dict[str, str] = {}
+        self._open = ExitStack()
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model whose weights these are."""
+        try:
+            return to_section(ModelConfig, self.manifest.config.get("model"), "model")
+        except ConfigError as error:
+            raise CheckpointError(f"{self.folder.path} holds a model that this raytrain3d does not know: {error}") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._open.close()
+
+    def dtype(self, name: str) -> str:
+        """Type in which the weight of this global name is stored, by torch's name."""
+        return self._entries_of(name)[0].dtype
+
+    def weight(self, name: str) -> torch.Tensor:
+        """The whole weight of this global name, in the type it is stored in."""
+        entries, box = self._entries_of(name), full_rectangle(self.manifest.parameters[name])
+        piece = Piece(name=name, kind="weight", rectangle=box,
+                      tensor=torch.empty(box.shape, dtype=getattr(torch, entries[0].dtype)))
+        taken, missing = cover(box, (entry.rectangle for entry in entries))
+        if missing:
+            raise CheckpointError(f"{self.folder.path} does not hold all of the weight of {name}")
+        by_file: dict[str, list[tuple[Piece, Entry, Rectangle]]] = {}
+        for index, part in taken:
+            by_file.setdefault(entries[index].file, []).append((piece, entries[index], part))
+        for file, boxes in by_file.items():
+            copy_boxes(self._verified(file), f"{self.folder.path}/{file}", boxes)
+        return piece.tensor
+
+    def _entries_of(self, name: str) -> list[Entry]:
+        entries = self._entries.get((name, "weight"))
+        if entries is None:
+            raise CheckpointError(f"{self.folder.path} does not hold the weight of {name}")
+        return entries
+
+    def _verified(self, file: str) -> str:
+        """Local path of a shard."""
+        if file not in self._paths:
+            path = self._open.enter_context(self.folder.reading(file))
+            verify_file(path, f"{self.folder.path}/{file}", self._records[file])
+            self._paths[file] = path
+        return self._paths[file]
