@@ -87,8 +87,12 @@ def make_parser() -> argparse.ArgumentParser:
     data = _command(commands, "data", None, "token data").add_subparsers(metavar="COMMAND", required=True)
     _job_command(data, "prepare", run_prepare, "make data.path from the text files of data.text")
     for name, command, text in (("status", run_status, "say how a running job is"),
-                                ("stop", run_stop, "end a running job after its step, with a checkpoint")):
+                                ("stop", run_stop, "end a running job after its step, with a checkpoint"),
+                                ("rebalance", run_rebalance, "move layers between the stages of a running job")):
         sub = _command(commands, name, command, text)
+        if command is run_rebalance:
+            sub.add_argument("--layers", metavar="COUNTS", required=True,
+                             help="layers of each stage, embedding and head counted, such as 5,5,4,2")
         sub.add_argument("run", metavar="RUN", help="name of the run, or path of its run directory")
         sub.add_argument("--directory", default="runs", help="directory that holds run directories (default: runs)")
         _address(sub)
@@ -220,6 +224,16 @@ def run_stop(arguments: argparse.Namespace) -> int:
 
     status = ask_run(arguments.run, "stop", directory=arguments.directory, address=arguments.address)
     print(f"asked {status.run} to stop: it was at step {status.step}, ends after the step under way and saves")
+    return 0
+
+
+def run_rebalance(arguments: argparse.Namespace) -> int:
+    from raytrain3d.gang.mailbox import ask_run
+
+    status = ask_run(arguments.run, f"rebalance {arguments.layers.replace(' ', '')}", directory=arguments.directory,
+                     address=arguments.address)
+    print(f"asked {status.run} for stages of {arguments.layers} layers: it was at step {status.step}, moves at the next "
+          "boundary and says so in its events")
     return 0
 
 

@@ -15,6 +15,7 @@ from raytrain3d.errors import ConfigError, RayTrain3DError
 from raytrain3d.gang.failure import diagnose
 from raytrain3d.gang.fleet import POLL_S, Fleet, FleetFailed
 from raytrain3d.gang.mailbox import Mailbox, Status, now
+from raytrain3d.gang.rebalancer import Rebalancer
 from raytrain3d.gang.stop import StopFlag, StopRequested
 from raytrain3d.gang.worker import LeaseEnd
 from raytrain3d.metrics.journal import Journal
@@ -57,6 +58,8 @@ class Job:
     serve_store: Callable[[str, int], Store]
     check_nodes: Callable[[set[str]], None]
     """Raises ConfigError when the job cannot run on these nodes."""
+    keep_plan: Callable[[Plan], None]
+    """Writes the plan down after it has changed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +77,9 @@ class Ending:
 
 def lease_end(step: int, config: JobConfig) -> int:
     """Last step of the lease that begins after `step`: the next decision point, `train.lease` steps away at most."""
-    intervals = [n for n in (config.evaluate.interval, config.checkpoint.interval) if n is not None]
+    several = config.mesh.data * config.mesh.pipeline > 1
+    decisions = config.rebalance.interval if several and config.rebalance.mode != "off" else None
+    intervals = [n for n in (config.evaluate.interval, config.checkpoint.interval, decisions) if n is not None]
     return min([config.train.steps, step + config.train.lease, *((step // n + 1) * n for n in intervals)])
 
 
@@ -85,6 +90,7 @@ class Controller:
                  journal: Journal) -> None:
         self._job, self._config, self._fleet = job, job.config, fleet
         self._stop, self._mailboxes, self._journal = stop, mailboxes, journal
+        self._rebalancer = Rebalancer(job.plan, fleet, journal, job.keep_plan)
         self._state = State.STARTING
         self._store: Store | None = None
         self._step = 0
@@ -120,7 +126,7 @@ class Controller:
             self._state = State.FINISHED
         except FleetFailed as failed:
             self._read_reports()
-            self._error = diagnose(failed.signs, self._job.plan, self._fleet.nodes)
+            self._error = diagnose(failed.signs, self._rebalancer.plan, self._fleet.nodes)
             self._state = State.RECOVERING
         except RayTrain3DError as error:
             self._error, self._state = error, State.FAILED
@@ -182,7 +188,10 @@ class Controller:
             self._save()
         if evaluates:
             self._evaluate()
-        return State.FINISHED if is_last else State.RUNNING
+        if is_last:
+            return State.FINISHED
+        self._rebalancer.act(self._step)
+        return State.RUNNING
 
     def _run_lease(self, last: int) -> LeaseEnd:
         lease = self._fleet.train(self._step + 1, last)
@@ -225,9 +234,12 @@ class Controller:
         self._publish()
 
     def _listen(self) -> None:
-        for mailbox in self._mailboxes:
-            if "stop" in mailbox.commands():
-                self._stop.ask("raytrain3d stop")
+        for command in [command for mailbox in self._mailboxes for command in mailbox.commands()]:
+            match command.split(maxsplit=1):
+                case ["stop"]:
+                    self._stop.ask("raytrain3d stop")
+                case ["rebalance", counts]:
+                    self._rebalancer.request(counts)
 
     def _publish(self) -> None:
         last = self._last

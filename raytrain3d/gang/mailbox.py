@@ -1,8 +1,8 @@
 """How people reach a running job: commands in, status out.
 
 Every driver listens on a Unix socket in its run directory; on Ray there is a named actor too (ray_mailbox.py). Both
-refuse a run name that is in use. A request is one JSON line, `{"command": "stop"}` or `{"command": "status"}`; the
-answer is the run's status, one JSON line.
+refuse a run name that is in use. A request is one JSON line, `{"command": "stop"}`, `{"command": "status"}` or
+`{"command": "rebalance 5,5,4,2"}`; the answer is the run's status, one JSON line.
 """
 
 import json
@@ -20,7 +20,6 @@ from typing import Any, Protocol
 from raytrain3d.errors import ConfigError, RayTrain3DError
 
 SOCKET = "control.sock"
-COMMANDS = ("stop", "status")
 ANSWER_LIMIT_S = 10.0
 
 
@@ -122,7 +121,7 @@ def ask_socket(directory: Path, command: str) -> Status | None:
 
 
 def ask_run(run: str, command: str, *, directory: str = "runs", address: str | None = None) -> Status:
-    """Send `command` (of COMMANDS) to a running job: by its run directory on this machine, else through Ray.
+    """Send `command` to a running job: by its run directory on this machine, else through Ray.
 
     run: name of the run, or path of its run directory. Raises ConfigError when no such run is under way.
     """

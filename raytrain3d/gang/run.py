@@ -114,7 +114,8 @@ def _train(run: _Run) -> int:
         try:
             with run.fleet(plan, directory.logs, stop) as fleet:
                 job = Job(config=config, plan=plan, directory=directory.location, data=data_fingerprint(config),
-                          store_host=run.launcher.address, serve_store=serve_store, check_nodes=run.check_nodes)
+                          store_host=run.launcher.address, serve_store=serve_store, check_nodes=run.check_nodes,
+                          keep_plan=directory.keep_plan)
                 ending = Controller(job, fleet, stop=stop, mailboxes=mailboxes,
                                     journal=Journal(progress, records)).run()
         except StopRequested as stopped:  # while waiting for capacity

@@ -85,9 +85,14 @@ class RunDirectory:
             manifest = Manifest(step=0, run=theirs.run.name, data=None, config=plain_config(theirs), skipped_steps=(),
                                 parameters=global_shapes(theirs), files=(), entries=())
             check_same_run(manifest, f"output directory {self.location}", self._config)
-        for name, text in ((CONFIG, dump(self._config)), (PLAN, plan.to_json())):
-            with folder.writing(name) as path:
-                Path(path).write_text(text)
+        with folder.writing(CONFIG) as path:
+            Path(path).write_text(dump(self._config))
+        self.keep_plan(plan)
+
+    def keep_plan(self, plan: Plan) -> None:
+        """Write plan.json, whole or not at all."""
+        with open_folder(self.location).writing(PLAN) as path:
+            Path(path).write_text(plan.to_json())
 
     def upload_records(self) -> None:
         """Copy the records of this run to a remote run directory, under a name of its own."""

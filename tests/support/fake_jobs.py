@@ -13,7 +13,7 @@ import psutil
 from fake_trainer import FakeTrainer
 
 from raytrain3d.config import (CheckpointConfig, DataConfig, EvaluateConfig, JobConfig, MeshConfig, ModelConfig,
-                               PlacementConfig, RunConfig, TrainConfig)
+                               PlacementConfig, RebalanceConfig, RunConfig, TrainConfig)
 from raytrain3d.data.prepare import prepare
 from raytrain3d.gang.run import run_job
 from raytrain3d.load import dump, load
@@ -36,6 +36,7 @@ def fake_job(directory: Path, *, name: str = "job", steps: int = 12, mesh: tuple
         train=TrainConfig(steps=steps, global_batch=4, sequence=16, seed=hundredths, lease=50),
         evaluate=EvaluateConfig(interval=sections.get("evaluate")),
         checkpoint=CheckpointConfig(interval=sections.get("checkpoint"), resume=sections.get("resume", True)),
+        rebalance=RebalanceConfig(mode="off"),
         placement=PlacementConfig(device="cpu", cpus_per_rank=sections.get("cpus_per_rank", 0.2),
                                   wait_s=sections.get("wait_s", 60)))
 
