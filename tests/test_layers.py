@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
 OWNERS: dict[str, set[str]] = {
     "ray": {"gang"},
     "torch.distributed": {"parallel"},
-    "pyarrow": {"data", "checkpoint.storage"},
+    "pyarrow": {"data", "checkpoint.remote"},
     "omegaconf": {"load"},
     "yaml": {"load"},
     "prometheus_client": {"metrics.exporter"},

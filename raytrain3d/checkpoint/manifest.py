@@ -1,8 +1,8 @@
 """The manifest: the record that makes a directory of shards a checkpoint, written last.
 
-It lists every file with size and checksum and every stored box with its place in the global parameter, and vouches for
-itself with a checksum. Reading is strict: what is not exactly the expected record is refused, and file names cannot
-leave the directory. Needs nothing installed.
+It lists every file and every stored box, with the box's place in the global parameter, its place in the file and its
+checksum, so that a reader verifies exactly what it reads; and it vouches for itself with a checksum. Reading is strict:
+what is not exactly the expected record is refused, and file names cannot leave the directory. Needs nothing installed.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from raytrain3d.checkpoint.layout import KINDS, cover, full_rectangle
 from raytrain3d.errors import CheckpointError
 from raytrain3d.plan.params import Rectangle
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 DTYPES = {"float32": 4, "bfloat16": 2, "float64": 8, "float16": 2}
 """Bytes of an element, by torch's name of the type."""
@@ -31,8 +31,8 @@ class FileRecord:
     name: str
     size: int
     """In bytes."""
-    checksum: str
-    """`sha256:` and the hexadecimal digest of the whole file."""
+    header_checksum: str
+    """`sha256:` and the hexadecimal digest of everything before the first box. Boxes have their own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,8 +44,14 @@ class Entry:
     rectangle: Rectangle
     dtype: str
     file: str
-    key: str
-    """Name of the tensor inside the file."""
+    start: int
+    """Position of its first byte in the file; its elements follow in row order."""
+    checksum: str
+    """`sha256:` and the hexadecimal digest of its bytes."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rectangle.size * DTYPES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +119,8 @@ class Manifest:
                                           f"{missing[0].offset}, shape {missing[0].shape}")
 
 
-def checksum(data: bytes) -> str:
+def checksum(data: bytes | memoryview) -> str:
+    """`sha256:` and the hexadecimal digest."""
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
@@ -160,7 +167,7 @@ def _manifest(body: Any) -> Manifest:
     if len(files) != len(fields["files"]):
         _refuse("a file is listed twice")
     entries = tuple(_entry(entry, parameters, files) for entry in fields["entries"])
-    if len({(entry.file, entry.key) for entry in entries}) != len(entries):
+    if len({(entry.file, entry.start) for entry in entries}) != len(entries):
         _refuse("an entry is listed twice")
     return Manifest(step=fields["step"], run=fields["run"], data=data, config=fields["config"],
                     skipped_steps=_numbers(fields["skipped_steps"], "skipped_steps"), parameters=parameters,
@@ -168,25 +175,29 @@ def _manifest(body: Any) -> Manifest:
 
 
 def _file(value: Any) -> FileRecord:
-    fields = _fields(value, "a file", name=str, size=int, checksum=str)
+    fields = _fields(value, "a file", name=str, size=int, header_checksum=str)
     if not SHARD_NAME.fullmatch(fields["name"]):
         _refuse(f"file name {fields['name']!r} is not of the form rank-NNNN.safetensors")
-    if fields["size"] < 0 or not _CHECKSUM.fullmatch(fields["checksum"]):
+    if fields["size"] < 0 or not _CHECKSUM.fullmatch(fields["header_checksum"]):
         _refuse(f"size or checksum of {fields['name']} is malformed")
     return FileRecord(**fields)
 
 
 def _entry(value: Any, parameters: dict[str, tuple[int, ...]], files: dict[str, FileRecord]) -> Entry:
-    fields = _fields(value, "an entry", name=str, kind=str, offset=list, shape=list, dtype=str, file=str, key=str)
-    name, what = fields["name"], f"entry {fields['key']!r}"
+    fields = _fields(value, "an entry", name=str, kind=str, offset=list, shape=list, dtype=str, file=str, start=int,
+                     checksum=str)
+    name, what = fields["name"], f"{fields['kind']} of {fields['name']} in {fields['file']}"
     for field, valid in (("name", parameters), ("kind", KINDS), ("dtype", DTYPES), ("file", files)):
         if fields[field] not in valid:
             _refuse(f"{what} has the unknown {field} {fields[field]!r}")
     box = Rectangle(offset=_numbers(fields["offset"], what), shape=_numbers(fields["shape"], what))
     whole = parameters[name]
     if len(box.offset) != len(whole) or len(box.shape) != len(whole) or box.intersect(full_rectangle(whole)) != box:
-        _refuse(f"{what} at {box.offset}, shape {box.shape} is not inside {name} of shape {whole}")
-    if box.size * DTYPES[fields["dtype"]] > files[fields["file"]].size:
-        _refuse(f"{what} is larger than its file {fields['file']}")
-    return Entry(name=name, kind=fields["kind"], rectangle=box, dtype=fields["dtype"], file=fields["file"],
-                 key=fields["key"])
+        _refuse(f"{what} at {box.offset}, shape {box.shape} is not inside the parameter's shape {whole}")
+    if not _CHECKSUM.fullmatch(fields["checksum"]):
+        _refuse(f"the checksum of {what} is malformed")
+    entry = Entry(name=name, kind=fields["kind"], rectangle=box, dtype=fields["dtype"], file=fields["file"],
+                  start=fields["start"], checksum=fields["checksum"])
+    if entry.start < 0 or entry.start + entry.num_bytes > files[entry.file].size:
+        _refuse(f"{what} at byte {entry.start}, {entry.num_bytes} bytes long, is not inside its file")
+    return entry

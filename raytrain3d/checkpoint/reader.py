@@ -1,4 +1,4 @@
-"""A checkpoint that is read weight by weight: each file is fetched and verified once, when it is first needed."""
+"""A checkpoint that is read weight by weight: each file is opened once, and each box is verified as it is read."""
 
 from contextlib import ExitStack
 from types import TracebackType
@@ -8,17 +8,16 @@ import torch
 
 from raytrain3d.checkpoint.layout import Piece, cover, full_rectangle
 from raytrain3d.checkpoint.manifest import Entry
-from raytrain3d.checkpoint.shard import copy_boxes, verify_file
+from raytrain3d.checkpoint.shard import ShardReader
 from raytrain3d.checkpoint.storage import Folder, open_folder
-from raytrain3d.checkpoint.store import read_manifest
+from raytrain3d.checkpoint.store import open_shard, read_manifest
 from raytrain3d.config import ModelConfig
 from raytrain3d.convert import to_section
 from raytrain3d.errors import CheckpointError, ConfigError
-from raytrain3d.plan.params import Rectangle
 
 
 class Reader:
-    """Weights of one checkpoint. A context manager, since files of a remote one are spooled here until it ends.
+    """Weights of one checkpoint. A context manager, since files stay open until it ends.
 
     CheckpointError naming the file when something is missing or damaged.
     """
@@ -28,7 +27,7 @@ class Reader:
         self.manifest = read_manifest(self.folder)
         self._records = {record.name: record for record in self.manifest.files}
         self._entries = self.manifest.by_parameter()
-        self._paths: dict[str, str] = {}
+        self._shards: dict[str, ShardReader] = {}
         self._open = ExitStack()
 
     @property
@@ -57,11 +56,8 @@ class Reader:
         taken, missing = cover(box, (entry.rectangle for entry in entries))
         if missing:
             raise CheckpointError(f"{self.folder.path} does not hold all of the weight of {name}")
-        by_file: dict[str, list[tuple[Piece, Entry, Rectangle]]] = {}
         for index, part in taken:
-            by_file.setdefault(entries[index].file, []).append((piece, entries[index], part))
-        for file, boxes in by_file.items():
-            copy_boxes(self._verified(file), f"{self.folder.path}/{file}", boxes)
+            self._shard(entries[index].file).copy(entries[index], [(piece, part)])
         return piece.tensor
 
     def _entries_of(self, name: str) -> list[Entry]:
@@ -70,10 +66,7 @@ class Reader:
             raise CheckpointError(f"{self.folder.path} does not hold the weight of {name}")
         return entries
 
-    def _verified(self, file: str) -> str:
-        """Local path of a shard."""
-        if file not in self._paths:
-            path = self._open.enter_context(self.folder.reading(file))
-            verify_file(path, f"{self.folder.path}/{file}", self._records[file])
-            self._paths[file] = path
-        return self._paths[file]
+    def _shard(self, file: str) -> ShardReader:
+        if file not in self._shards:
+            self._shards[file] = self._open.enter_context(open_shard(self.folder, self._records[file]))
+        return self._shards[file]

@@ -1,28 +1,29 @@
 """One shard file, in the safetensors format (https://github.com/huggingface/safetensors#format).
 
-Writing streams one piece at a time, straight from its memory where it is contiguous on the host, and takes the
-checksum on the way: at most one piece is copied, no second pass over the file, the interpreter lock released.
-Reading goes through the library and touches only the wanted boxes.
+Both ways stream. Writing takes one piece at a time, straight from its memory where it is contiguous on the host, and its
+checksum on the way. Reading takes a box a block at a time and touches only boxes that are wanted. Whatever is large
+(writing, reading, checksums) happens with the interpreter lock released.
 """
 
 import hashlib
 import json
 import math
-import os
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from raytrain3d.checkpoint.layout import Piece
-from raytrain3d.checkpoint.manifest import DTYPES, Entry, FileRecord
+from raytrain3d.checkpoint.manifest import DTYPES, Entry, FileRecord, checksum
+from raytrain3d.checkpoint.storage import OpenFile
 from raytrain3d.errors import CheckpointError
 from raytrain3d.plan.params import Rectangle
 
 CODES = {"float32": "F32", "bfloat16": "BF16", "float64": "F64", "float16": "F16"}
 """Names of types in the format, by torch's."""
+BLOCK_BYTES = 1 << 24
+"""How much of a box is read at once, unless a single row is larger."""
+_LENGTH_BYTES = 8
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -30,35 +31,38 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def write_file(path: str, name: str, pieces: Sequence[Piece]) -> tuple[FileRecord, tuple[Entry, ...]]:
-    """Writes `pieces` to `path`, to be known as `name`. An OSError passes through."""
+def write_file(path: str, name: str, pieces: Sequence[Piece],
+               before_each: Callable[[], None] = lambda: None) -> tuple[FileRecord, tuple[Entry, ...]]:
+    """Writes `pieces` to `path`, to be known as `name`. An OSError passes through, and so does what `before_each` piece
+    raises."""
     # Wider elements first: with no gaps allowed in the format, this keeps every tensor aligned.
     ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())
-    entries = tuple(_entry(piece, name) for piece in ordered)
-    digest = hashlib.sha256()
-    size = 0
+    head = _header(ordered)
+    entries = []
     with open(path, "wb") as file:
-        for data in chain([memoryview(_header(entries))], (tensor_bytes(piece.tensor) for piece in ordered)):
+        file.write(head)
+        for piece in ordered:
+            before_each()
+            data = tensor_bytes(piece.tensor)
+            entries.append(Entry(name=piece.name, kind=piece.kind, rectangle=piece.rectangle,
+                                 dtype=dtype_name(piece.tensor), file=name, start=file.tell(), checksum=checksum(data)))
             file.write(data)
-            digest.update(data)
-            size += len(data)
-    return FileRecord(name=name, size=size, checksum=f"sha256:{digest.hexdigest()}"), entries
+        size = file.tell()
+    return FileRecord(name=name, size=size, header_checksum=checksum(head)), tuple(entries)
 
 
-def _entry(piece: Piece, file: str) -> Entry:
-    dtype = dtype_name(piece.tensor)
-    if dtype not in DTYPES or tuple(piece.tensor.shape) != piece.rectangle.shape:
-        raise ValueError(f"{piece.kind} of {piece.name}: {dtype} tensor of shape {tuple(piece.tensor.shape)} for "
-                         f"{piece.rectangle}")
-    key = f"{piece.name}/{piece.kind}@{','.join(map(str, piece.rectangle.offset))}"
-    return Entry(name=piece.name, kind=piece.kind, rectangle=piece.rectangle, dtype=dtype, file=file, key=key)
-
-
-def _header(entries: Sequence[Entry]) -> bytes:
-    keys = [entry.key for entry in entries]
+def _header(pieces: Sequence[Piece]) -> bytes:
+    keys = [_key(piece) for piece in pieces]
     if len(set(keys)) != len(keys):
         raise ValueError(f"two pieces begin at the same place: {next(key for key in keys if keys.count(key) > 1)}")
-    return header((entry.key, entry.dtype, entry.rectangle.shape) for entry in entries)
+    return header((key, dtype_name(piece.tensor), piece.rectangle.shape) for key, piece in zip(keys, pieces, strict=True))
+
+
+def _key(piece: Piece) -> str:
+    dtype, shape = dtype_name(piece.tensor), tuple(piece.tensor.shape)
+    if dtype not in DTYPES or shape != piece.rectangle.shape:
+        raise ValueError(f"{piece.kind} of {piece.name}: {dtype} tensor of shape {shape} for {piece.rectangle}")
+    return f"{piece.name}/{piece.kind}@{','.join(map(str, piece.rectangle.offset))}"
 
 
 def header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None = None) -> bytes:
@@ -70,7 +74,7 @@ def header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: dict[s
         record[key] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(record).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -78,29 +82,62 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def verify_file(path: str, where: str, record: FileRecord) -> None:
-    """Raises CheckpointError naming `where` unless size and checksum are the recorded ones."""
-    size = os.path.getsize(path)
-    if size != record.size:
-        raise CheckpointError(f"{where} has {size} bytes, its manifest says {record.size}: it was cut or changed")
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    if f"sha256:{digest.hexdigest()}" != record.checksum:
-        raise CheckpointError(f"{where} is damaged: its checksum is not the one in the manifest")
+class ShardReader:
+    """Boxes of one open file, each verified while it is read. Errors name `where`, the file as people know it."""
 
+    def __init__(self, file: OpenFile, where: str, record: FileRecord) -> None:
+        """Raises CheckpointError unless the file has the recorded size and header."""
+        self._file, self._where = file, where
+        size = file.seek(0, 2)
+        if size != record.size:
+            raise CheckpointError(f"{where} has {size} bytes, its manifest says {record.size}: it was cut or changed")
+        if checksum(self._header(size)) != record.header_checksum:
+            self._damaged("its header's checksum")
 
-@torch.no_grad()
-def copy_boxes(path: str, where: str, boxes: Sequence[tuple[Piece, Entry, Rectangle]]) -> None:
-    """Copies each box from its entry in the file at `path` to its place in the piece's tensor."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            for piece, entry, box in boxes:
-                stored = file.get_slice(entry.key)
-                if stored.get_dtype() != CODES[entry.dtype] or tuple(stored.get_shape()) != entry.rectangle.shape:
-                    raise CheckpointError(f"{where}: {entry.key} is not the {entry.dtype} box of shape "
-                                          f"{entry.rectangle.shape} that the manifest says")
-                piece.tensor[box.within(piece.rectangle)].copy_(stored[box.within(entry.rectangle)])
-    except SafetensorError as error:
-        raise CheckpointError(f"{where} cannot be read: {error}") from error
+    def copy(self, entry: Entry, boxes: Sequence[tuple[Piece, Rectangle]]) -> None:
+        """Copies boxes inside `entry` to their places in the pieces' tensors. Raises CheckpointError when the entry is
+        damaged; tensors may then hold parts of it."""
+        with torch.no_grad():
+            for rows, block in self._blocks(entry):
+                for piece, box in boxes:
+                    part = box.intersect(rows)
+                    if part is not None:
+                        piece.tensor[part.within(piece.rectangle)].copy_(block[part.within(rows)])
+
+    def verify(self, entry: Entry) -> None:
+        """Raises CheckpointError when the entry is damaged."""
+        self.copy(entry, ())
+
+    def _header(self, size: int) -> memoryview:
+        length = self._read(0, memoryview(bytearray(min(_LENGTH_BYTES, size))))
+        end = min(_LENGTH_BYTES + int.from_bytes(length, "little"), size)
+        return self._read(0, memoryview(bytearray(end)))
+
+    def _blocks(self, entry: Entry) -> Iterator[tuple[Rectangle, torch.Tensor]]:
+        """All rows of a box in order, some at a time: where they are in the parameter, and their values."""
+        offset, shape = entry.rectangle.offset, entry.rectangle.shape
+        row_bytes = math.prod(shape[1:]) * DTYPES[entry.dtype]
+        step = max(1, BLOCK_BYTES // row_bytes)
+        memory = memoryview(bytearray(min(step, shape[0]) * row_bytes))
+        digest, at = hashlib.sha256(), entry.start
+        for first in range(0, shape[0], step):
+            rows = Rectangle(offset=(offset[0] + first, *offset[1:]), shape=(min(step, shape[0] - first), *shape[1:]))
+            block = memory[: rows.shape[0] * row_bytes]
+            digest.update(self._read(at, block))
+            at += len(block)
+            yield rows, torch.frombuffer(block, dtype=getattr(torch, entry.dtype)).view(rows.shape)
+        if f"sha256:{digest.hexdigest()}" != entry.checksum:
+            self._damaged(f"the checksum of {entry.kind} of {entry.name}")
+
+    def _read(self, start: int, target: memoryview) -> memoryview:
+        self._file.seek(start)
+        done = 0
+        while done < len(target):
+            read = self._file.readinto(target[done:])
+            if not read:
+                raise CheckpointError(f"{self._where} ends at byte {start + done}: it was cut while it was read")
+            done += read
+        return target
+
+    def _damaged(self, what: str) -> None:
+        raise CheckpointError(f"{self._where} is damaged: {what} is not the one in the manifest")

@@ -1,22 +1,29 @@
 """Where checkpoints lie: an absolute path, or a pyarrow filesystem URI (`s3://`, `gs://`, `hdfs://`).
 
-A `Folder` is all the store needs of either. A file appears in it whole or not at all: locally by rename, remotely by
-upload from a local spool. The only file that imports pyarrow, and only when a URI asks for it.
+A `Folder` is all the store needs of either. A file appears in it whole or not at all: locally by rename, remotely
+(remote.py) by upload from a local spool.
 """
 
 import os
-import shutil
-import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from raytrain3d.errors import CheckpointError
 
 PARTIAL = ".partial"
 """End of the name of a file that is still being written."""
+
+
+class OpenFile(Protocol):
+    """A file that is read from any place."""
+
+    def seek(self, offset: int, whence: int = 0, /) -> int: ...
+
+    def readinto(self, buffer: memoryview, /) -> int | None:
+        """Reads at most len(buffer) bytes; how many it were, 0 at the end of the file."""
 
 
 class Folder(Protocol):
@@ -38,6 +45,9 @@ class Folder(Protocol):
     def reading(self, name: str) -> AbstractContextManager[str]:
         """Local path of the file, valid inside the context."""
 
+    def opened(self, name: str) -> AbstractContextManager[OpenFile]:
+        """The file, of which only what is read is fetched."""
+
     def remove(self, name: str) -> None:
         """Deletes one file; no error if it is gone."""
 
@@ -46,7 +56,8 @@ class Folder(Protocol):
 
 
 @contextmanager
-def _errors(action: str, path: str) -> Iterator[None]:
+def errors_named(action: str, path: str) -> Iterator[None]:
+    """Turns an OSError into a CheckpointError that says what could not be done with which path."""
     try:
         yield
     except OSError as error:
@@ -63,7 +74,7 @@ class LocalFolder:
         return LocalFolder(os.path.join(self.path, name))
 
     def names(self) -> list[str]:
-        with _errors("list", self.path), suppress(FileNotFoundError):
+        with errors_named("list", self.path), suppress(FileNotFoundError):
             return sorted(os.listdir(self.path))
         return []
 
@@ -71,7 +82,7 @@ class LocalFolder:
     def writing(self, name: str) -> Iterator[str]:
         path = os.path.join(self.path, name)
         temporary = os.path.join(self.path, f".{name}{PARTIAL}")
-        with _errors("write", path):
+        with errors_named("write", path):
             _make_directories(self.path)
             try:
                 yield temporary
@@ -87,12 +98,17 @@ class LocalFolder:
         path = os.path.join(self.path, name)
         if not os.path.isfile(path):
             raise CheckpointError(f"{path} is missing")
-        with _errors("read", path):
+        with errors_named("read", path):
             yield path
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[OpenFile]:
+        with self.reading(name) as path, open(path, "rb", buffering=0) as file:
+            yield file
 
     def remove(self, name: str) -> None:
         path = os.path.join(self.path, name)
-        with _errors("delete", path), suppress(FileNotFoundError):
+        with errors_named("delete", path), suppress(FileNotFoundError):
             os.unlink(path)
             _sync(self.path)
 
@@ -118,62 +134,6 @@ def _sync(path: str) -> None:
         os.close(handle)
 
 
-class RemoteFolder:
-    """A directory of a pyarrow filesystem; whole files go up and down through a local spool directory."""
-
-    def __init__(self, filesystem: Any, root: str) -> None:
-        self._filesystem = filesystem
-        self._root = root.rstrip("/")
-
-    @property
-    def path(self) -> str:
-        return f"{self._filesystem.type_name}:{self._root}"
-
-    def child(self, name: str) -> "RemoteFolder":
-        return RemoteFolder(self._filesystem, f"{self._root}/{name}")
-
-    def names(self) -> list[str]:
-        from pyarrow.fs import FileSelector
-        with _errors("list", self.path):
-            found = self._filesystem.get_file_info(FileSelector(self._root, allow_not_found=True))
-            return sorted(info.base_name for info in found)
-
-    @contextmanager
-    def writing(self, name: str) -> Iterator[str]:
-        with tempfile.TemporaryDirectory(prefix="raytrain3d-") as spool, _errors("write", f"{self.path}/{name}"):
-            local = os.path.join(spool, name)
-            yield local
-            self._filesystem.create_dir(self._root, recursive=True)
-            # An object store shows an object only when its upload is complete; others need a rename.
-            atomic = self._filesystem.type_name in ("s3", "gcs")
-            target = f"{self._root}/{name}" if atomic else f"{self._root}/.{name}{PARTIAL}"
-            with open(local, "rb") as source, self._filesystem.open_output_stream(target) as sink:
-                shutil.copyfileobj(source, sink, 1 << 22)
-            if not atomic:
-                self._filesystem.move(target, f"{self._root}/{name}")
-
-    @contextmanager
-    def reading(self, name: str) -> Iterator[str]:
-        from pyarrow.fs import FileType
-        where = f"{self.path}/{name}"
-        with tempfile.TemporaryDirectory(prefix="raytrain3d-") as spool, _errors("read", where):
-            if self._filesystem.get_file_info(f"{self._root}/{name}").type != FileType.File:
-                raise CheckpointError(f"{where} is missing")
-            local = os.path.join(spool, name)
-            with self._filesystem.open_input_stream(f"{self._root}/{name}") as source, open(local, "wb") as sink:
-                shutil.copyfileobj(source, sink, 1 << 22)
-            yield local
-
-    def remove(self, name: str) -> None:
-        with _errors("delete", f"{self.path}/{name}"), suppress(FileNotFoundError):
-            self._filesystem.delete_file(f"{self._root}/{name}")
-
-    def remove_if_empty(self) -> None:
-        if not self.names():
-            with suppress(OSError):
-                self._filesystem.delete_dir(self._root)
-
-
 def open_folder(location: str | Folder) -> Folder:
     """The folder of a path or URI; raises CheckpointError naming a URI that pyarrow cannot open."""
     if not isinstance(location, str):
@@ -183,12 +143,8 @@ def open_folder(location: str | Folder) -> Folder:
     parts = urlsplit(location)
     if parts.scheme == "file":
         return LocalFolder(unquote(parts.path))
-    from pyarrow.fs import FileSystem
-    try:
-        filesystem, root = FileSystem.from_uri(location)
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"cannot open storage {location}: {error}") from error
-    return RemoteFolder(filesystem, root)
+    from raytrain3d.checkpoint.remote import open_remote
+    return open_remote(location)
 
 
 def is_absolute(location: str) -> bool:
@@ -197,8 +153,9 @@ def is_absolute(location: str) -> bool:
 
 
 def join(location: str, *names: str) -> str:
-    """A path or URI below `location`."""
-    return "/".join((location.rstrip("/"), *names))
+    """A path or URI below `location`. What follows `?` in a URI are options of its filesystem and stay at the end."""
+    place, mark, options = location.partition("?") if "://" in location else (location, "", "")
+    return "/".join((place.rstrip("/"), *names)) + mark + options
 
 
 def probe_directory(location: str | Folder) -> None:

@@ -5,12 +5,13 @@ so a crash at any point leaves earlier checkpoints whole. Nothing read here can 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from raytrain3d.checkpoint.identity import check_same_run, global_shapes, plain_config
 from raytrain3d.checkpoint.layout import KINDS, Piece, cover
-from raytrain3d.checkpoint.manifest import MANIFEST, SHARD_NAME, Entry, Manifest, Receipt
-from raytrain3d.checkpoint.shard import copy_boxes, dtype_name, verify_file, write_file
+from raytrain3d.checkpoint.manifest import MANIFEST, SHARD_NAME, Entry, FileRecord, Manifest, Receipt
+from raytrain3d.checkpoint.shard import ShardReader, dtype_name, write_file
 from raytrain3d.checkpoint.storage import PARTIAL, Folder, join, open_folder
 from raytrain3d.config import JobConfig
 from raytrain3d.errors import CheckpointError
@@ -25,11 +26,11 @@ def step_directory(run_directory: str, step: int) -> str:
 
 
 def write_shard(directory: str | Folder, rank: int, pieces: Sequence[Piece], *, step: int,
-                skipped_steps: Sequence[int] = ()) -> Receipt:
+                skipped_steps: Sequence[int] = (), before_each: Callable[[], None] = lambda: None) -> Receipt:
     """Rank side: writes `pieces` (empty ones left out) durably and returns what the driver needs to commit.
 
     Pieces of one rank must not overlap. Raises CheckpointError naming the file when it cannot be written, or when
-    `directory` already is a checkpoint.
+    `directory` already is a checkpoint. What `before_each` piece raises ends the writing and passes through.
     """
     folder = open_folder(directory)
     if MANIFEST in folder.names():
@@ -43,7 +44,7 @@ def write_shard(directory: str | Folder, rank: int, pieces: Sequence[Piece], *, 
         return Receipt(rank=rank, step=step, skipped_steps=skipped, file=None, entries=())
     name = f"rank-{rank:04d}.safetensors"
     with folder.writing(name) as path:
-        file, entries = write_file(path, name, pieces)
+        file, entries = write_file(path, name, pieces, before_each)
     return Receipt(rank=rank, step=step, skipped_steps=skipped, file=file, entries=entries)
 
 
@@ -91,28 +92,56 @@ def read_manifest(directory: str | Folder) -> Manifest:
 def read_into(directory: str | Folder, pieces: Sequence[Piece]) -> None:
     """Rank side: fills every piece's tensor from a checkpoint of any layout, bit for bit.
 
-    Each needed file is verified once, and only the overlaps are read from it. Raises CheckpointError naming the file or
-    parameter when something is missing, damaged or of another dtype or shape; tensors may then be partly filled. Pass
-    all pieces of a rank in one call.
+    Only boxes that overlap a piece are read, and each is verified. Raises CheckpointError naming the file or parameter
+    when something is missing, damaged or of another dtype or shape; tensors may then be partly filled. Pass all pieces of
+    a rank in one call.
     """
     folder = open_folder(directory)
     manifest = read_manifest(folder)
-    work = _boxes_by_file(manifest, pieces, folder.path)
-    records = {record.name: record for record in manifest.files}
-    missing = [name for name in work if name not in folder.names()]
-    if missing:
-        raise CheckpointError(f"{folder.path}/{missing[0]} is missing, though the manifest lists it")
+    work = _work_by_file(manifest, pieces, folder.path)
+    present = folder.names()
     for name in work:
-        with folder.reading(name) as path:
-            verify_file(path, f"{folder.path}/{name}", records[name])
-            copy_boxes(path, f"{folder.path}/{name}", work[name])
+        if name not in present:
+            raise CheckpointError(f"{folder.path}/{name} is missing, though the manifest lists it")
+    records = {record.name: record for record in manifest.files}
+    for name, entries in work.items():
+        with open_shard(folder, records[name]) as shard:
+            for entry, boxes in sorted(entries.items(), key=lambda item: item[0].start):
+                shard.copy(entry, boxes)
 
 
-def _boxes_by_file(manifest: Manifest, pieces: Sequence[Piece],
-                   where: str) -> dict[str, list[tuple[Piece, Entry, Rectangle]]]:
-    """What to copy from each file; disjoint boxes that are exactly all pieces."""
+@contextmanager
+def open_shard(folder: Folder, record: FileRecord) -> Iterator[ShardReader]:
+    """A file of a checkpoint, to read boxes of it. Raises CheckpointError when it is missing, cut or damaged."""
+    with folder.opened(record.name) as file:
+        yield ShardReader(file, f"{folder.path}/{record.name}", record)
+
+
+def damage(directory: str | Folder) -> list[str]:
+    """What is wrong with a checkpoint, one line for each damaged or missing file; reads all of it."""
+    folder = open_folder(directory)
+    try:
+        manifest = read_manifest(folder)
+        manifest.check_complete(folder.path)
+    except CheckpointError as error:
+        return [str(error)]
+    found = []
+    for record in manifest.files:
+        try:
+            with open_shard(folder, record) as shard:
+                for entry in manifest.entries:
+                    if entry.file == record.name:
+                        shard.verify(entry)
+        except CheckpointError as error:
+            found.append(str(error))
+    return found
+
+
+def _work_by_file(manifest: Manifest, pieces: Sequence[Piece],
+                  where: str) -> dict[str, dict[Entry, list[tuple[Piece, Rectangle]]]]:
+    """What to copy from each entry of each file; disjoint boxes that are exactly all pieces."""
     found = manifest.by_parameter()
-    work: dict[str, list[tuple[Piece, Entry, Rectangle]]] = {}
+    work: dict[str, dict[Entry, list[tuple[Piece, Rectangle]]]] = {}
     for piece in pieces:
         entries = found.get((piece.name, piece.kind), [])
         _check_fits(piece, manifest, where)
@@ -125,7 +154,7 @@ def _boxes_by_file(manifest: Manifest, pieces: Sequence[Piece],
             if entry.dtype != dtype_name(piece.tensor):
                 raise CheckpointError(f"{where}: {piece.kind} of {piece.name} is {entry.dtype}, this run needs "
                                       f"{dtype_name(piece.tensor)}")
-            work.setdefault(entry.file, []).append((piece, entry, box))
+            work.setdefault(entry.file, {}).setdefault(entry, []).append((piece, box))
     return work
 
 

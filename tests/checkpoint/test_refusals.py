@@ -13,7 +13,7 @@ import torch
 
 from raytrain3d.checkpoint import store
 from raytrain3d.checkpoint.manifest import MANIFEST, Manifest, checksum
-from raytrain3d.checkpoint.store import check_run, read_into, read_manifest
+from raytrain3d.checkpoint.store import check_run, damage, read_into, read_manifest
 from raytrain3d.errors import CheckpointError
 from raytrain3d.plan.params import Rectangle
 
@@ -37,7 +37,7 @@ def _rewrite(directory: str, change: Any) -> None:
     body = json.loads(Path(path).read_text())["manifest"]
     change(body)
     seal = checksum(json.dumps(body).encode())
-    Path(path).write_text(json.dumps({"format": 1, "checksum": seal, "manifest": body}))
+    Path(path).write_text(json.dumps({"format": 2, "checksum": seal, "manifest": body}))
 
 
 def test_missing_shard(saved: str, reader: Any, refusal: Any) -> None:
@@ -60,7 +60,7 @@ def test_truncated_shard(saved: str, reader: Any, refusal: Any) -> None:
 
 @pytest.mark.parametrize("where", [0, 30, -1])
 def test_flipped_bit(saved: str, reader: Any, refusal: Any, where: int) -> None:
-    path = Path(saved, "rank-0001.safetensors")
+    path = Path(saved, "rank-0000.safetensors")
     data = bytearray(path.read_bytes())
     data[where] ^= 1
     path.write_bytes(data)
@@ -69,21 +69,30 @@ def test_flipped_bit(saved: str, reader: Any, refusal: Any, where: int) -> None:
 
 def test_a_shard_that_is_no_safetensors_file(saved: str, reader: Any, refusal: Any) -> None:
     path = Path(saved, "rank-0000.safetensors")
-    junk = random.Random(3).randbytes(path.stat().st_size)
-    path.write_bytes(junk)
-    _rewrite(saved, lambda body: body["files"][0].update(checksum=checksum(junk)))
-    assert f"{path} cannot be read" in refusal(lambda: read_into(saved, reader.pieces))
+    path.write_bytes(random.Random(3).randbytes(path.stat().st_size))
+    assert f"{path} is damaged: its header's checksum" in refusal(lambda: read_into(saved, reader.pieces))
 
 
-def test_an_entry_that_the_file_does_not_have_or_has_otherwise(saved: str, reader: Any, refusal: Any) -> None:
+def test_a_box_that_is_not_where_the_manifest_says(saved: str, reader: Any, refusal: Any) -> None:
     def swap(body: Any) -> None:
         one, two = (next(e for e in body["entries"] if e["name"] == f"blocks.0.mlp.{part}.weight"
                          and e["file"] == "rank-0000.safetensors") for part in ("gate", "down"))
-        one["key"], two["key"] = two["key"], one["key"]
+        one["start"], two["start"] = two["start"], one["start"]
     _rewrite(saved, swap)
-    assert "is not the float32 box of shape" in refusal(lambda: read_into(saved, reader.pieces))
-    _rewrite(saved, lambda body: body["entries"][0].update(key="nothing"))
-    assert "rank-0000.safetensors cannot be read" in refusal(lambda: read_into(saved, reader.pieces))
+    assert f"{saved}/rank-0000.safetensors is damaged: the checksum of" in refusal(
+        lambda: read_into(saved, reader.pieces))
+
+
+def test_all_damage_is_listed_by_file(saved: str) -> None:
+    assert damage(saved) == []
+    first, second = (Path(saved, f"rank-000{rank}.safetensors") for rank in range(2))
+    content = bytearray(first.read_bytes())
+    content[-1] ^= 1
+    first.write_bytes(content)
+    second.unlink()
+    assert [line.split(" ")[0] for line in damage(saved)] == [str(first), str(second)]
+    Path(saved, MANIFEST).write_text("{")
+    assert len(damage(saved)) == 1 and MANIFEST in damage(saved)[0]
 
 
 def test_other_dtype(saved: str, reader: Any, refusal: Any) -> None:
@@ -140,11 +149,11 @@ def test_what_a_resumed_run_may_change(saved: str, tmp_path: Path, checkpoints: 
 
 def test_newer_format(saved: str, refusal: Any) -> None:
     path = Path(saved, MANIFEST)
-    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
     assert refusal(lambda: read_manifest(saved)) == (
-        f"{path} is not a valid manifest: written by a newer raytrain3d (format 2, this one reads format 1)")
-    path.write_text(path.read_text().replace('"format": 2', '"format": "x"'))
-    assert "its format is 'x', this raytrain3d reads format 1" in refusal(lambda: read_manifest(saved))
+        f"{path} is not a valid manifest: written by a newer raytrain3d (format 3, this one reads format 2)")
+    path.write_text(path.read_text().replace('"format": 3', '"format": "x"'))
+    assert "its format is 'x', this raytrain3d reads format 2" in refusal(lambda: read_manifest(saved))
 
 
 @pytest.mark.parametrize("name", ["../rank-0000.safetensors", "/etc/passwd", "rank-0000.safetensors/..", "rank-0.pt",
@@ -161,16 +170,18 @@ def test_file_names_stay_in_the_directory(saved: str, refusal: Any, name: str) -
     (lambda body: body.update(step=-1), "step is -1"),
     (lambda body: body.update(files=[*body["files"], body["files"][0]]), "a file is listed twice"),
     (lambda body: body["entries"].append(body["entries"][0]), "an entry is listed twice"),
-    (lambda body: body["files"][0].update(checksum="sha256:0"), "checksum of rank-0000.safetensors is malformed"),
-    (lambda body: body["files"][0].update(size=8), "is larger than its file"),
+    (lambda body: body["files"][0].update(header_checksum="sha256:0"), "checksum of rank-0000.safetensors is malformed"),
+    (lambda body: body["entries"][0].update(checksum="sha256:0"), "in rank-0000.safetensors is malformed"),
+    (lambda body: body["files"][0].update(size=8), "is not inside its file"),
+    (lambda body: body["entries"][0].update(start=-1), "is not inside its file"),
     (lambda body: body["entries"][0].update(kind="code"), "unknown kind 'code'"),
     (lambda body: body["entries"][0].update(dtype="int8"), "unknown dtype 'int8'"),
     (lambda body: body["entries"][0].update(file="rank-0009.safetensors"), "unknown file 'rank-0009.safetensors'"),
     (lambda body: body["entries"][0].update(name="x"), "unknown name 'x'"),
-    (lambda body: body["entries"][0].update(offset=[30, 0]), "is not inside embedding.tokens.weight"),
-    (lambda body: body["entries"][0].update(offset=[0]), "is not inside embedding.tokens.weight"),
+    (lambda body: body["entries"][0].update(offset=[30, 0]), "is not inside the parameter's shape (37, 24)"),
+    (lambda body: body["entries"][0].update(offset=[0]), "is not inside the parameter's shape (37, 24)"),
     (lambda body: body["entries"][0].update(offset=[0, -1]), "not a list of numbers from 0"),
-    (lambda body: body["entries"][0].update(shape=[10**30, 24]), "is not inside embedding.tokens.weight"),
+    (lambda body: body["entries"][0].update(shape=[10**30, 24]), "is not inside the parameter's shape (37, 24)"),
     (lambda body: body["parameters"].update({"head.norm.weight": [24.0]}), "not a list of numbers from 0")])
 def test_malformed_manifests(saved: str, refusal: Any, change: Any, message: str) -> None:
     _rewrite(saved, change)
@@ -199,7 +210,7 @@ def test_mutated_manifests_are_refused_or_equal(saved: str) -> None:
     assert refused >= 50
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000, '{"format": 1}', '{"format": 1' + "0" * 5000 + "}",
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000, '{"format": 2}', '{"format": 2' + "0" * 5000 + "}",
                                   '{"format": true}'])
 def test_what_is_no_manifest_at_all(saved: str, refusal: Any, text: str) -> None:
     Path(saved, MANIFEST).write_text(text)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from raytrain3d.checkpoint.remote import RemoteFolder
 from raytrain3d.checkpoint.storage import (
     Folder,
     LocalFolder,
-    RemoteFolder,
     is_absolute,
     join,
     open_folder,
@@ -38,6 +38,10 @@ def test_a_file_appears_whole(folder: Folder, tmp_path: Path) -> None:
     _write(folder, "x", b"new")
     with folder.reading("x") as path:
         assert Path(path).read_bytes() == b"new"
+    with folder.opened("x") as file:
+        part = memoryview(bytearray(9))
+        assert (file.seek(0, 2), file.seek(1), file.readinto(part)) == (3, 1, 2)
+        assert bytes(part[:2]) == b"ew"
     assert folder.names() == ["x"] == os.listdir(tmp_path / "a" / "b")
 
 
@@ -97,4 +101,6 @@ def test_uris(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot open storage nowhere://bucket/x"):
         open_folder("nowhere://bucket/x")
     assert join("s3://bucket/runs/", "one", "checkpoints") == "s3://bucket/runs/one/checkpoints"
+    assert join("s3://bucket/runs/?scheme=http", "one") == "s3://bucket/runs/one?scheme=http"
+    assert join("/runs/a?b", "one") == "/runs/a?b/one"
     assert [is_absolute(x) for x in ("/a", "s3://b", "runs")] == [True, True, False]

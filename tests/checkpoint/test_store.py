@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from raytrain3d.checkpoint.layout import Piece
 from raytrain3d.checkpoint.shard import write_file
-from raytrain3d.checkpoint.storage import RemoteFolder
+from raytrain3d.checkpoint.remote import RemoteFolder
 from raytrain3d.checkpoint.store import (
     clean,
     commit,

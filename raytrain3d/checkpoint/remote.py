@@ -1,0 +1,129 @@
+"""Checkpoints at a URI (`s3://`, `gs://`, `hdfs://`), through pyarrow filesystems.
+
+Files are written to a local spool and go up from there, and what fails is tried again: a request to a remote store fails
+now and then. Besides the token data, the only file that imports pyarrow, and only a URI imports it.
+"""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+from pyarrow.fs import FileSelector, FileSystem, FileType
+
+from raytrain3d.checkpoint.storage import PARTIAL, OpenFile, errors_named
+from raytrain3d.errors import CheckpointError
+
+T = TypeVar("T")
+WAITS_S = (0.2, 0.5, 1.0, 2.0)
+"""Between the tries of one request, beside what the filesystem's own client does."""
+BLOCK_BYTES = 1 << 22
+
+
+def open_remote(location: str) -> "RemoteFolder":
+    """The folder of a URI; raises CheckpointError naming a URI that pyarrow cannot open."""
+    try:
+        filesystem, root = FileSystem.from_uri(location)
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"cannot open storage {location}: {error}") from error
+    return RemoteFolder(filesystem, root)
+
+
+def retried(action: Callable[[], T]) -> T:
+    """What `action` returns, tried again after an OSError, but for a file that is not there."""
+    for wait_s in WAITS_S:
+        try:
+            return action()
+        except FileNotFoundError:
+            raise
+        except OSError:
+            time.sleep(wait_s)
+    return action()
+
+
+class RemoteFolder:
+    """A directory of a pyarrow filesystem."""
+
+    def __init__(self, filesystem: Any, root: str) -> None:
+        self._filesystem = filesystem
+        self._root = root.rstrip("/")
+
+    @property
+    def path(self) -> str:
+        return f"{self._filesystem.type_name}:{self._root}"
+
+    def child(self, name: str) -> "RemoteFolder":
+        return RemoteFolder(self._filesystem, f"{self._root}/{name}")
+
+    def names(self) -> list[str]:
+        selector = FileSelector(self._root, allow_not_found=True)
+        with errors_named("list", self.path):
+            return sorted(info.base_name for info in retried(lambda: self._filesystem.get_file_info(selector)))
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[str]:
+        with errors_named("write", f"{self.path}/{name}"), _spool() as spool:
+            yield spool
+            retried(lambda: self._upload(spool, name))
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[str]:
+        with self.opened(name) as source, errors_named("read", f"{self.path}/{name}"), _spool() as spool:
+            with open(spool, "wb") as sink:
+                block = memoryview(bytearray(BLOCK_BYTES))
+                while count := source.readinto(block):
+                    sink.write(block[:count])
+            yield spool
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[OpenFile]:
+        path, where = f"{self._root}/{name}", f"{self.path}/{name}"
+        with errors_named("read", where):
+            if retried(lambda: self._filesystem.get_file_info(path)).type != FileType.File:
+                raise CheckpointError(f"{where} is missing")
+            with retried(lambda: self._filesystem.open_input_file(path)) as file:
+                yield _RetryingFile(file)
+
+    def remove(self, name: str) -> None:
+        with errors_named("delete", f"{self.path}/{name}"), suppress(FileNotFoundError):
+            retried(lambda: self._filesystem.delete_file(f"{self._root}/{name}"))
+
+    def remove_if_empty(self) -> None:
+        if not self.names():
+            with suppress(OSError):
+                self._filesystem.delete_dir(self._root)
+
+    def _upload(self, local: str, name: str) -> None:
+        self._filesystem.create_dir(self._root, recursive=True)
+        # An object store shows an object only when its upload is complete; others need a rename.
+        atomic = self._filesystem.type_name in ("s3", "gcs")
+        target = f"{self._root}/{name}" if atomic else f"{self._root}/.{name}{PARTIAL}"
+        with open(local, "rb") as source, self._filesystem.open_output_stream(target) as sink:
+            shutil.copyfileobj(source, sink, BLOCK_BYTES)
+        if not atomic:
+            self._filesystem.move(target, f"{self._root}/{name}")
+
+
+class _RetryingFile:
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        return int(self._file.seek(offset, whence))
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        start = self._file.tell()
+
+        def read() -> int:
+            self._file.seek(start)
+            return int(self._file.readinto(buffer))
+        return retried(read)
+
+
+@contextmanager
+def _spool() -> Iterator[str]:
+    """Path of an empty local file without a name in any directory: it is gone with the process, however that ends."""
+    with tempfile.TemporaryFile(prefix="raytrain3d-") as file:
+        yield f"/proc/self/fd/{file.fileno()}"
