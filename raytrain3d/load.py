@@ -5,7 +5,7 @@ no `key=value` and an interpolation that leads nowhere become ConfigErrors here.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -24,6 +24,14 @@ def load(path: str, overrides: Sequence[str] = ()) -> JobConfig:
     for override in overrides:
         _override(raw, override)
     return to_config(_resolve(raw, path))
+
+
+def load_stored(stored: Mapping[str, Any], where: str, overrides: Sequence[str] = ()) -> JobConfig:
+    """The job whose plain values `stored` are, changed by overrides; `where` names the place in messages."""
+    raw = _plain(dict(stored))
+    for override in overrides:
+        _override(raw, override)
+    return to_config(_resolve(raw, where))
 
 
 def dump(config: JobConfig) -> str:
@@ -92,7 +100,7 @@ def _plain(value: Any) -> Any:
     """Lists for tuples, and strings in which OmegaConf sees no interpolation."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple):
+    if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     # A backslash hides `${` from OmegaConf; backslashes before it are then read as escaped ones.
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value

@@ -5,7 +5,7 @@ stands after each document.
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[
 
 
 class Tokenizer(Protocol):
-    """What `prepare` needs."""
+    """What preparing data and generating text need."""
 
     vocabulary: int
     """Token ids are below this, the end of document included."""
@@ -31,6 +31,12 @@ class Tokenizer(Protocol):
 
     def encode(self, file: Path) -> Iterator[Tokens]:
         """The tokens of a text file without the end of document, in pieces. UnicodeDecodeError where it cannot."""
+
+    def encode_text(self, text: str, *, special: bool) -> list[int]:
+        """Token ids of a text; `special`: with the tokens that the tokenizer itself puts around a text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; what is no text becomes a replacement character."""
 
     def save(self, directory: Path) -> None:
         """Leaves in a dataset directory what is needed to use it without the original file."""
@@ -47,6 +53,12 @@ class ByteTokenizer:
         with file.open("rb") as stream:
             while chunk := stream.read(_CHUNK_BYTES):
                 yield np.frombuffer(chunk, np.uint8).astype(token_type(self.vocabulary))
+
+    def encode_text(self, text: str, *, special: bool) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(token for token in ids if token < 256).decode("utf-8", errors="replace")
 
     def save(self, directory: Path) -> None:
         """Nothing: the tokenizer is built in."""
@@ -69,6 +81,14 @@ class JsonTokenizer:
         text = file.read_bytes().decode("utf-8")
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         yield np.array(ids, dtype=token_type(self.vocabulary))
+
+    def encode_text(self, text: str, *, special: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids))
+        return text
 
     def save(self, directory: Path) -> None:
         """A copy of the file, equal in every byte."""
