@@ -38,6 +38,12 @@ def import_huggingface(directory: str, output: str | Folder, *, run: str) -> Man
     return manifest
 
 
+def run_of(output: str) -> str:
+    """Run that a checkpoint at this place belongs to: NAME of `.../NAME/checkpoints/step-0`, else the last part."""
+    parts = output.rstrip("/").split("/")
+    return parts[-3] if len(parts) > 2 and parts[-2] == "checkpoints" else parts[-1]
+
+
 def _layer_of(name: str) -> str:
     """`blocks.3` of `blocks.3.attention.query.weight`, `head` of `head.norm.weight`."""
     first, second = name.split(".")[:2]

@@ -7,10 +7,10 @@ from typing import Self
 import torch
 
 from raytrain3d.checkpoint.layout import Piece, cover, full_rectangle
-from raytrain3d.checkpoint.manifest import Entry
+from raytrain3d.checkpoint.manifest import MANIFEST, Entry
 from raytrain3d.checkpoint.shard import ShardReader
 from raytrain3d.checkpoint.storage import Folder, open_folder
-from raytrain3d.checkpoint.store import open_shard, read_manifest
+from raytrain3d.checkpoint.store import newest, open_shard, read_manifest, step_directory
 from raytrain3d.config import ModelConfig
 from raytrain3d.convert import to_section
 from raytrain3d.errors import CheckpointError, ConfigError
@@ -70,3 +70,16 @@ class Reader:
         if file not in self._shards:
             self._shards[file] = self._open.enter_context(open_shard(self.folder, self._records[file]))
         return self._shards[file]
+
+
+def find_checkpoint(location: str) -> Folder:
+    """The folder of a checkpoint, or of the newest one of the run whose directory is given. CheckpointError when it is
+    neither."""
+    folder = open_folder(location)
+    if MANIFEST in folder.names():
+        return folder
+    step = newest(folder)
+    if step is None:
+        raise CheckpointError(f"{location} is no checkpoint (it has no {MANIFEST}) and no run directory with checkpoints: "
+                              "name one such as runs/quickstart/checkpoints/step-400")
+    return open_folder(step_directory(location, step))
