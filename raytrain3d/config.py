@@ -116,6 +116,10 @@ class ModelConfig:
     vocabulary_multiple: int = 64
     """Vocabulary rows on each tensor rank are padded to a multiple of this. Padding rows never get probability and are
     not saved."""
+    from_huggingface: str | None = None
+    """Directory of a Hugging Face model (`config.json` and safetensors files) whose weights a run starts from, seen by all
+    nodes. Its `config.json` then decides the keys from `family` to `tied_embeddings`, also the required ones; those that
+    are given must agree with it."""
 
     def __post_init__(self) -> None:
         _positive("model", vocabulary=self.vocabulary, hidden=self.hidden, blocks=self.blocks, heads=self.heads,
@@ -340,11 +344,22 @@ class CheckpointConfig:
     """Steps between checkpoints; one more follows the last step and a stop. Absent: only those."""
     keep: int | None = 2
     """Newest checkpoints to keep. Absent: all."""
+    keep_every: int | None = None
+    """Keep those of every so many steps, too. A multiple of `interval`."""
+    keep_best: int | None = None
+    """Keep so many of lowest validation loss, too. Only checkpoints of steps that were evaluated have one."""
+    when_busy: Literal["wait", "skip"] = "wait"
+    """What to do when a save is due while the one before is still being written behind the training: `wait` for it, or
+    `skip` the new one. A save that fails is tried again and never waited for, but for the last one of a run."""
     resume: bool = True
     """Continue from the newest checkpoint of the run directory. With false, an existing checkpoint is an error."""
 
     def __post_init__(self) -> None:
-        _positive("checkpoint", interval=self.interval, keep=self.keep)
+        _positive("checkpoint", interval=self.interval, keep=self.keep, keep_every=self.keep_every,
+                  keep_best=self.keep_best)
+        if self.keep_every is not None:
+            _require(self.interval is not None and self.keep_every % self.interval == 0, "checkpoint.keep_every",
+                     self.keep_every, f"must be a multiple of checkpoint.interval ({self.interval})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -481,9 +496,17 @@ class JobConfig:
         if model.family == "gpt2" and model.positions is not None:
             _require(self.train.sequence <= model.positions, "train.sequence", self.train.sequence,
                      f"is beyond model.positions ({model.positions})")
+        self._check_keep_best()
         warmup = self.learning_rate.warmup
         _require(warmup <= self.train.steps, "learning_rate.warmup", warmup,
                  f"is more than train.steps ({self.train.steps})")
+
+    def _check_keep_best(self) -> None:
+        saves, evaluates = self.checkpoint.interval, self.evaluate.interval
+        if self.checkpoint.keep_best is not None and saves is not None:
+            _require(evaluates is not None and saves % evaluates == 0, "checkpoint.keep_best", self.checkpoint.keep_best,
+                     f"needs a validation loss of every checkpoint: checkpoint.interval ({saves}) must be a multiple of "
+                     f"evaluate.interval ({evaluates})")
 
     def _check_stages(self, num_layers: int) -> None:
         ranks, chunks, counts = self.mesh.pipeline, self.pipeline.num_chunks, self.pipeline.layers

@@ -84,6 +84,8 @@ class Manifest:
     """Global, unpadded shape of every parameter of the model."""
     files: tuple[FileRecord, ...]
     entries: tuple[Entry, ...]
+    validation_loss: float | None = None
+    """At this step, in nats a token, if it was evaluated."""
 
     def to_json(self) -> str:
         record = asdict(self)
@@ -157,9 +159,10 @@ def _numbers(value: Any, what: str) -> tuple[int, ...]:
 
 
 def _manifest(body: Any) -> Manifest:
-    data = body.get("data")
-    fields = _fields(body, "the manifest", step=int, run=str, data=str if data is not None else type(None), config=dict,
-                     skipped_steps=list, parameters=dict, files=list, entries=list)
+    optional = {name: type(None) if body.get(name) is None else kind
+                for name, kind in (("data", str), ("validation_loss", float))}
+    fields = _fields(body, "the manifest", step=int, run=str, config=dict, skipped_steps=list, parameters=dict, files=list,
+                     entries=list, **optional)
     if fields["step"] < 0:
         _refuse(f"step is {fields['step']}")
     parameters = {name: _numbers(shape, f"shape of {name}") for name, shape in fields["parameters"].items()}
@@ -169,9 +172,9 @@ def _manifest(body: Any) -> Manifest:
     entries = tuple(_entry(entry, parameters, files) for entry in fields["entries"])
     if len({(entry.file, entry.start) for entry in entries}) != len(entries):
         _refuse("an entry is listed twice")
-    return Manifest(step=fields["step"], run=fields["run"], data=data, config=fields["config"],
+    return Manifest(step=fields["step"], run=fields["run"], data=fields["data"], config=fields["config"],
                     skipped_steps=_numbers(fields["skipped_steps"], "skipped_steps"), parameters=parameters,
-                    files=tuple(files.values()), entries=entries)
+                    files=tuple(files.values()), entries=entries, validation_loss=fields["validation_loss"])
 
 
 def _file(value: Any) -> FileRecord:

@@ -4,13 +4,16 @@ A directory `checkpoints/step-N` without a manifest is not a checkpoint. A shard
 so a crash at any point leaves earlier checkpoints whole. Nothing read here can run code: safetensors and JSON only.
 """
 
+import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
-from raytrain3d.checkpoint.identity import check_same_run, global_shapes, plain_config
+from raytrain3d.checkpoint.identity import global_shapes, plain_config
 from raytrain3d.checkpoint.layout import KINDS, Piece, cover
 from raytrain3d.checkpoint.manifest import MANIFEST, SHARD_NAME, Entry, FileRecord, Manifest, Receipt
+from raytrain3d.checkpoint.retention import superfluous
 from raytrain3d.checkpoint.shard import ShardReader, dtype_name, write_file
 from raytrain3d.checkpoint.storage import PARTIAL, Folder, join, open_folder
 from raytrain3d.config import JobConfig
@@ -49,7 +52,7 @@ def write_shard(directory: str | Folder, rank: int, pieces: Sequence[Piece], *, 
 
 
 def commit(directory: str | Folder, step: int, receipts: Sequence[Receipt], *, config: JobConfig,
-           data: str | None = None) -> None:
+           data: str | None = None, validation_loss: float | None = None) -> None:
     """Driver side: makes the shards of all ranks a checkpoint. `data` is the fingerprint of the token data.
 
     Raises CheckpointError when receipts are of different steps or some parameter was not written in full.
@@ -64,7 +67,8 @@ def commit(directory: str | Folder, step: int, receipts: Sequence[Receipt], *, c
         step=step, run=config.run.name, data=data, config=plain_config(config), parameters=global_shapes(config),
         skipped_steps=receipts[0].skipped_steps if receipts else (),
         files=tuple(receipt.file for receipt in receipts if receipt.file is not None),
-        entries=tuple(entry for receipt in receipts for entry in receipt.entries)))
+        entries=tuple(entry for receipt in receipts for entry in receipt.entries),
+        validation_loss=_finite(validation_loss)))
 
 
 def commit_manifest(directory: str | Folder, manifest: Manifest) -> None:
@@ -181,15 +185,6 @@ def newest(run_directory: str | Folder) -> int | None:
     return found[-1] if found else None
 
 
-def check_run(run_directory: str | Folder, config: JobConfig, data: str | None = None) -> int | None:
-    """Step of the newest checkpoint, after checking that it belongs to the run of `config` (see `check_same_run`)."""
-    step = newest(run_directory)
-    if step is not None:
-        folder = _step_folder(run_directory, step)
-        check_same_run(read_manifest(folder), folder.path, config, data)
-    return step
-
-
 def _step_folder(run_directory: str | Folder, step: int) -> Folder:
     return open_folder(run_directory).child("checkpoints").child(f"step-{step}")
 
@@ -204,12 +199,27 @@ def remove(run_directory: str | Folder, step: int) -> None:
     folder.remove_if_empty()
 
 
-def prune(run_directory: str | Folder, keep: int | None) -> list[int]:
-    """Deletes all but the newest `keep` checkpoints (None keeps all); returns the deleted steps."""
-    old = steps(run_directory)[:-keep] if keep is not None else []
+def prune(run_directory: str | Folder, keep: int | None, *, keep_every: int | None = None,
+          keep_best: int | None = None, ignore: Collection[int] = ()) -> list[int]:
+    """Deletes all checkpoints but the newest `keep` (None keeps all), those of every `keep_every`-th step and the
+    `keep_best` of lowest validation loss; returns the deleted steps. Those of the steps `ignore` stay and do not count."""
+    found = [step for step in steps(run_directory) if step not in ignore]
+    losses = {step: loss for step in found if keep_best is not None
+              and (loss := read_manifest(_step_folder(run_directory, step)).validation_loss) is not None}
+    old = superfluous(found, losses, keep=keep, keep_every=keep_every, keep_best=keep_best)
     for step in old:
         remove(run_directory, step)
     return old
+
+
+def record_loss(directory: str | Folder, loss: float) -> None:
+    """Adds a validation loss to the manifest of a checkpoint."""
+    folder = open_folder(directory)
+    commit_manifest(folder, replace(read_manifest(folder), validation_loss=_finite(loss)))
+
+
+def _finite(loss: float | None) -> float | None:
+    return loss if loss is not None and math.isfinite(loss) else None
 
 
 def clean(run_directory: str | Folder) -> list[int]:

@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from raytrain3d.checkpoint.store import check_run, clean, commit, prune, step_directory
+from raytrain3d.checkpoint.store import step_directory
 from raytrain3d.config import JobConfig
-from raytrain3d.errors import ConfigError, RayTrain3DError
+from raytrain3d.errors import RayTrain3DError
 from raytrain3d.gang.failure import diagnose
 from raytrain3d.gang.fleet import POLL_S, Fleet, FleetFailed
 from raytrain3d.gang.mailbox import Mailbox, Status, now
+from raytrain3d.gang.resume import check_resume, resume
+from raytrain3d.gang.saving import Saver
 from raytrain3d.gang.rebalancer import Rebalancer
 from raytrain3d.gang.stop import StopFlag, StopRequested
 from raytrain3d.gang.worker import LeaseEnd
@@ -94,7 +96,7 @@ class Controller:
         self._state = State.STARTING
         self._store: Store | None = None
         self._step = 0
-        self._saved: int | None = None
+        self._saver = Saver(fleet, journal, job.config, job.directory, job.data)
         self._validation_loss: float | None = None
         self._last: StepSummary | None = None
         self._error: RayTrain3DError | None = None
@@ -139,35 +141,23 @@ class Controller:
         nodes = sorted(set(self._fleet.nodes.values()))
         self._journal.event("started", 0, f"{len(facts)} ranks on {', '.join(nodes)}", nodes=nodes)
         self._fleet.probe(self._job.directory)
-        newest = self._find_checkpoint()
+        check_resume(self._job.directory, self._config)
         self._store = self._job.serve_store(self._job.store_host, self._config.network.store_port)
         self._fleet.join(self._job.store_host, self._store.port, 0)
-        self._restore(newest)
+        self._resume()
         if self._step < self._config.train.steps:
             return State.RUNNING
         self._journal.event("finished already", self._step, f"all {self._step} steps are done; evaluating only")
         self._evaluate()
         return State.FINISHED
 
-    def _find_checkpoint(self) -> int | None:
-        directory, config = self._job.directory, self._config
-        newest = check_run(directory, config, self._job.data)
-        clean(directory)
-        if newest is not None and not config.checkpoint.resume:
-            raise ConfigError(f"checkpoint.resume is False, but {directory} holds a checkpoint of step {newest}: "
-                              "remove it, or give another run.name")
-        if newest is not None and newest > config.train.steps:
-            raise ConfigError(f"train.steps is {config.train.steps}, but {directory} holds a checkpoint of step "
-                              f"{newest}: set train.steps to at least {newest}, or give another run.name")
-        return newest
-
-    def _restore(self, newest: int | None) -> None:
-        self._saved, self._step = newest, newest or 0
-        directory = None if newest is None else step_directory(self._job.directory, newest)
-        self._fleet.restore(directory, self._step)
+    def _resume(self) -> None:
+        saver, directory = self._saver, self._job.directory
+        saver.saved, saver.damaged = resume(self._fleet, self._journal, directory, self._config, self._job.data)
+        self._step = saver.saved or 0
         self._journal.rewind(self._step)
-        if directory is not None:
-            self._journal.event("resumed", self._step, f"resumed from {directory}")
+        if saver.saved is not None:
+            self._journal.event("resumed", self._step, f"resumed from {step_directory(directory, saver.saved)}")
 
     # Running
 
@@ -178,14 +168,16 @@ class Controller:
         if self._stop.reason is not None and not is_last:
             self._read_reports(until=self._step)
             self._journal.event("stopping", self._step, f"{self._stop.reason}: all ranks left after step {self._step}")
-            self._save()
+            self._saver.finish(self._step)
             return State.FINISHED
         saves = is_last or self._is_due(self._config.checkpoint.interval)
         evaluates = is_last or self._is_due(self._config.evaluate.interval)
         if saves or evaluates:  # else what has not been read yet is read beside the next lease
             self._read_reports(until=self._step)
-        if saves:
-            self._save()
+        if is_last:
+            self._saver.finish(self._step)
+        elif saves:
+            self._saver.begin(self._step)
         if evaluates:
             self._evaluate()
         if is_last:
@@ -198,6 +190,7 @@ class Controller:
         asked = False
         while (end := self._fleet.wait(lease, POLL_S)) is None:
             self._read_reports()
+            self._saver.poll(training=True)
             self._listen()
             if self._stop.reason is not None and not asked:
                 self._fleet.request_stop()
@@ -208,19 +201,10 @@ class Controller:
     def _is_due(self, interval: int | None) -> bool:
         return interval is not None and self._step % interval == 0
 
-    def _save(self) -> None:
-        if self._saved == self._step:
-            return
-        directory = step_directory(self._job.directory, self._step)
-        receipts = self._fleet.save(directory, self._step)
-        commit(directory, self._step, receipts, config=self._config, data=self._job.data)
-        prune(self._job.directory, self._config.checkpoint.keep)
-        self._saved = self._step
-        self._journal.event("checkpoint", self._step, f"checkpoint {directory}", directory=directory)
-
     def _evaluate(self) -> None:
         report = self._fleet.evaluate()
         self._validation_loss = report.loss
+        self._saver.evaluated(self._step, report.loss)
         self._journal.event("validation", self._step, f"validation loss {report.loss:.4f} after step {self._step} "
                             f"({report.tokens:,} tokens, {report.seconds:.1f} s)", loss=report.loss,
                             tokens=report.tokens)
@@ -246,12 +230,13 @@ class Controller:
         status = Status(run=self._config.run.name, state=self._state.value, num_steps=self._config.train.steps,
                         step=self._step if last is None else max(last.step, self._step),
                         loss=None if last is None else last.loss, seconds=None if last is None else last.seconds,
-                        tokens_per_s=None if last is None else last.tokens_per_s)
+                        tokens_per_s=None if last is None else last.tokens_per_s,
+                        checkpoint=self._saver.saved, checkpoint_age_s=self._saver.age_s)
         for mailbox in self._mailboxes:
             mailbox.publish(now(status))
 
     def _ending(self) -> Ending:
-        done = self._step == self._config.train.steps
+        done, saved = self._step == self._config.train.steps, self._saver.saved
         return Ending(step=self._step, exit_code=0 if done else self._stop.exit_code,
                       stopped=None if done else self._stop.reason, validation_loss=self._validation_loss,
-                      checkpoint=None if self._saved is None else step_directory(self._job.directory, self._saved))
+                      checkpoint=None if saved is None else step_directory(self._job.directory, saved))

@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
-from raytrain3d.checkpoint.manifest import Receipt
+from raytrain3d.checkpoint.progress import SaveProgress, SaveStart
 from raytrain3d.errors import RankFailed
 from raytrain3d.gang.failure import Sign, raised
 from raytrain3d.gang.handle import Gang, RankDied, RankRaised
@@ -22,6 +22,8 @@ from raytrain3d.train.report import EvaluationReport, StepReport
 
 T = TypeVar("T")
 POLL_S = 1.0
+PROMPT_S = 0.2
+"""Longest wait for answers that can be had another time."""
 
 
 class FleetFailed(Exception):
@@ -88,11 +90,13 @@ class Fleet:
         futures = {handle.rank: handle.call(RankWorker.join, host, port, generation) for handle in self._ranks}
         self._all("joining", futures, self._limits.work_s, may_stop=True)
 
-    def restore(self, directory: str | None, step: int) -> None:
-        """Every rank holds the state of `step`, from a checkpoint directory or fresh."""
+    def restore(self, directory: str | None, step: int) -> str | None:
+        """Every rank holds the state of `step`, from a checkpoint directory or fresh. Returns why the checkpoint cannot be
+        loaded, if so; another one may then be tried."""
         futures = {handle.rank: handle.call(RankWorker.restore, directory, step) for handle in self._ranks}
-        self._all("loading", futures, self._limits.storage_s, may_stop=True)
+        errors = self._all("loading", futures, self._limits.storage_s, may_stop=True)
         self._reader = ReportReader(self._ranks, after=step)
+        return next((error for error in errors if error is not None), None)
 
     def train(self, first: int, last: int) -> Lease:
         """Start a lease; `wait` tells when it has ended."""
@@ -129,10 +133,25 @@ class Fleet:
         futures = {handle.rank: handle.call(RankWorker.evaluate) for handle in self._ranks}
         return self._all("evaluating", futures, self._limits.work_s)[0]
 
-    def save(self, directory: str, step: int) -> list[Receipt]:
-        """Every rank writes its shard; in rank order."""
-        futures = {handle.rank: handle.call(RankWorker.save, directory, step) for handle in self._ranks}
+    def save(self, directory: str, step: int, *, behind: bool) -> list[SaveStart]:
+        """Every rank begins to write its shard; in rank order. behind: beside the next lease."""
+        futures = {handle.rank: handle.call(RankWorker.save, directory, step, behind) for handle in self._ranks}
         return self._all("saving", futures, self._limits.storage_s)
+
+    def save_progress(self, *, training: bool) -> list[SaveProgress] | None:
+        """How far the ranks are with it; in rank order. training: a lease is under way, whose wait finds ranks that fail,
+        so None if not all answer at once."""
+        futures = {handle.rank: handle.ask(RankWorker.save_progress) for handle in self._ranks}
+        if training:
+            _, waiting = wait(futures.values(), timeout=PROMPT_S, return_when=FIRST_EXCEPTION)
+            if waiting or _failed(futures):
+                return None
+        return self._all("saving", futures, self._limits.storage_s)
+
+    def call_off_save(self) -> None:
+        """No rank writes any more when this returns."""
+        futures = {handle.rank: handle.call(RankWorker.call_off_save) for handle in self._ranks}
+        self._all("calling off a save", futures, self._limits.storage_s)
 
     def copy_layer(self, layer: int, source: int, target: int) -> int:
         """Pipeline rank `target` of every replica gets a copy of a layer from `source`. Returns the bytes sent by all."""

@@ -36,6 +36,10 @@ class Status:
     tokens_per_s: float | None = None
     seconds: float | None = None
     """Of the last step."""
+    checkpoint: int | None = None
+    """Step of the newest checkpoint."""
+    checkpoint_age_s: float | None = None
+    """Seconds since its state was copied; absent for one of an earlier process."""
     updated: float = 0.0
     """Unix time."""
 

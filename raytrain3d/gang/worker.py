@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from raytrain3d.config import JobConfig
+from raytrain3d.errors import CheckpointError
 from raytrain3d.metrics.logs import log_to_file
 from raytrain3d.metrics.trace_file import append_trace
 from raytrain3d.plan.partition import Stages
@@ -26,7 +27,7 @@ from raytrain3d.plan.plan import Plan
 from raytrain3d.train.report import EvaluationReport, StepReport
 
 if TYPE_CHECKING:
-    from raytrain3d.checkpoint.manifest import Receipt
+    from raytrain3d.checkpoint.progress import SaveProgress, SaveStart
     from raytrain3d.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -150,14 +151,20 @@ class RankWorker:
         self._trainer.connect(host, port, generation)
         logger.info("process %d joined generation %d", os.getpid(), generation)
 
-    def restore(self, directory: str | None, step: int) -> None:
-        """Hold the state of `step`: from a checkpoint directory, or fresh weights."""
-        if directory is None:
-            self._connected.initialize()
-        else:
-            self._connected.load(directory)
+    def restore(self, directory: str | None, step: int) -> str | None:
+        """Hold the state of `step`: from a checkpoint directory, or fresh weights. Returns why the checkpoint cannot be
+        loaded, if so; the rank is then as good as before for another one."""
+        try:
+            if directory is None:
+                self._connected.initialize()
+            else:
+                self._connected.load(directory)
+        except CheckpointError as error:
+            logger.warning("step %d: %s", step, error)
+            return str(error)
         self._step = step
         logger.info("holding step %d from %s", step, directory or "fresh weights")
+        return None
 
     def train(self, first: int, last: int) -> LeaseEnd:
         """A lease: steps `first` to `last`, or until some rank was asked to stop."""
@@ -174,8 +181,12 @@ class RankWorker:
     def evaluate(self) -> EvaluationReport:
         return self._connected.evaluate()
 
-    def save(self, directory: str, step: int) -> "Receipt":
-        return self._connected.save(directory, step)
+    def save(self, directory: str, step: int, behind: bool) -> "SaveStart":
+        """Begin to write a shard; see `Trainer.save`."""
+        return self._connected.save(directory, step, behind=behind)
+
+    def call_off_save(self) -> None:
+        self._connected.call_off_save()
 
     def copy_layer(self, layer: int, source: int, target: int) -> int:
         """Part of a move between pipeline ranks; see `Trainer.copy_layer`. Returns the bytes sent."""
@@ -209,6 +220,10 @@ class RankWorker:
             while self._reports and self._reports[0].step <= after:
                 self._reports.popleft()
             return list(self._reports)
+
+    def save_progress(self) -> "SaveProgress":
+        """Of the save begun last."""
+        return self._connected.save_progress()
 
     def request_stop(self) -> None:
         """All ranks leave their lease after the same step, the next one that commits."""

@@ -4,7 +4,7 @@ The layer is what is reduced, updated, saved, moved and rebuilt. Its buffers fol
 are views of them. With sharding over the data axis a rank owns the interval `own` of the optimizer state.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -97,37 +97,37 @@ class LayerState:
         return float(sum(square.item() for square in squares))
 
     def pieces(self) -> list[Piece]:
-        """What this rank saves or loads of the layer: rectangles over live buffers.
+        """What this rank holds of the layer, to be loaded: rectangles over live buffers."""
+        return [piece for kind, buffer, start in self._buffers()
+                for piece in self._cut(kind, buffer, start, (start, start + buffer.numel()), self.layout.slots)]
 
-        Weights are saved by data coordinate 0 (all data ranks hold them), moments and master weights by their owners.
-        """
-        found = self._buffer_pieces("weight", self.weights, (0, self.layout.size))
+    def saved_pieces(self) -> list[Piece]:
+        """What this rank saves of them, so that every byte is saved by one rank: of what all replicas hold its part, and
+        what all tensor ranks hold at tensor coordinate 0."""
+        slots = [slot for slot in self.layout.slots if slot.param.split is not None or self._at.tensor == 0]
+        return [piece for kind, buffer, start in self._buffers()
+                for piece in self._cut(kind, buffer, start, self.data_part, slots)]
+
+    def _buffers(self) -> list[tuple[str, Tensor, int]]:
+        """(kind, buffer, element of the layer's flat layout with which it begins)"""
+        found = [("weight", self.weights, 0)]
         if not self.spec.frozen:
-            found += self._buffer_pieces("exp_avg", self.exp_avg, self.own)
-            found += self._buffer_pieces("exp_avg_sq", self.exp_avg_sq, self.own)
+            found += [("exp_avg", self.exp_avg, self.own[0]), ("exp_avg_sq", self.exp_avg_sq, self.own[0])]
             if self.has_master:
-                found += self._buffer_pieces("master", self.master, self.own)
+                found.append(("master", self.master, self.own[0]))
         return found
 
-    def writes(self, piece: Piece) -> bool:
-        """Whether this rank writes the piece: every byte is written by one rank."""
-        replicated = piece.kind == "weight" or not self.sharded
-        if replicated and self._at.data != 0:
-            return False
-        param = next(p for p in self.spec.params if f"{self.spec.name}.{p.name}" == piece.name)
-        return param.split is not None or self._at.tensor == 0
-
-    def _buffer_pieces(self, kind: str, buffer: Tensor, held: tuple[int, int]) -> list[Piece]:
-        """`buffer` holds the interval `held` of the layer's flat layout."""
+    def _cut(self, kind: str, buffer: Tensor, start: int, interval: tuple[int, int], slots: Sequence[Slot]) -> list[Piece]:
+        """Pieces of `slots` within `interval` of the flat layout, in a buffer that begins with its element `start`."""
         found = []
-        for slot in self.layout.slots:
+        for slot in slots:
             offset = [0] * len(slot.shape)
             if slot.param.split is not None:
                 offset[slot.param.split] = self._at.tensor * slot.shape[slot.param.split]
-            low, high = max(held[0], slot.start), min(held[1], slot.stop)
-            interval = (low - slot.start, high - slot.start)
-            for box in interval_rectangles(slot.shape, offset, interval, slot.param.shape):
-                tensor = box.view(buffer[low - held[0] : high - held[0]], interval[0])
+            low, high = max(interval[0], slot.start), min(interval[1], slot.stop)
+            inside = (low - slot.start, high - slot.start)
+            for box in interval_rectangles(slot.shape, offset, inside, slot.param.shape):
+                tensor = box.view(buffer[low - start : high - start], inside[0])
                 found.append(Piece(name=f"{self.spec.name}.{slot.param.name}", kind=kind, rectangle=box.rectangle,
                                    tensor=tensor))
         return found

@@ -11,13 +11,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from raytrain3d.checkpoint.manifest import Receipt
-from raytrain3d.checkpoint.store import read_into, write_shard
+from raytrain3d.checkpoint.progress import SaveProgress, SaveStart
+from raytrain3d.checkpoint.reader import Reader
+from raytrain3d.checkpoint.snapshot import HostMemory
+from raytrain3d.checkpoint.store import read_into
+from raytrain3d.checkpoint.writer import ShardWriter
 from raytrain3d.config import JobConfig
 from raytrain3d.data.loader import Loader, MicroBatch
 from raytrain3d.model.dropout import DropoutKeys
 from raytrain3d.model.functional import put_off
-from raytrain3d.model.init import initial_values
 from raytrain3d.model.transformer import Layer
 from raytrain3d.parallel.channels import Buffers, Mail
 from raytrain3d.parallel.clock import clock_for
@@ -34,6 +36,7 @@ from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.plan import Plan
 from raytrain3d.plan.rank_program import rank_program_for
 from raytrain3d.train.holding import Holding
+from raytrain3d.train.initial import initial_weights
 from raytrain3d.train.lr import learning_rate
 from raytrain3d.train.report import EvaluationReport, StepReport, Stopwatch, Timeline
 
@@ -54,6 +57,7 @@ class Trainer:
                                 DTYPES[config.train.dtype], self._device)
         self._groups: Groups | None = None
         self._run: PipelineRun | None = None
+        self._snapshots, self._writer = HostMemory(), ShardWriter(rank)
         self._stop_asked = False
 
     @property
@@ -74,10 +78,10 @@ class Trainer:
         self._holding.connect(self._groups.tensor)
 
     def initialize(self) -> None:
-        """Fresh weights, a function of (seed, parameter name) alone."""
-        model, seed = self._config.model, self._config.train.seed
+        """Fresh weights, a function of (seed, parameter name) alone, or those of `model.from_huggingface`."""
+        values = initial_weights(self._config)
         for state in self.states.values():
-            state.fill(lambda name, param, part: initial_values(model, seed, name, param, part))
+            state.fill(values)
 
     def step(self, n: int) -> StepReport:
         """Train on the global batch of step n (from 1). The report is the same on all ranks but for rank and times."""
@@ -110,14 +114,32 @@ class Trainer:
         agreed = vector.agreement()
         return EvaluationReport(loss=agreed.loss, tokens=agreed.tokens, seconds=watch.total)
 
-    def save(self, directory: str, step: int) -> Receipt:
-        """Write this rank's shard of a checkpoint of step `step`; the receipt goes to the driver, which commits."""
-        pieces = [piece for state in self.states.values() if self._holding.speaks_for(state) for piece in state.pieces()
-                  if state.writes(piece)]
-        return write_shard(directory, self.rank, pieces, step=step)
+    def save(self, directory: str, step: int, *, behind: bool) -> SaveStart:
+        """Begin to write this rank's shard of a checkpoint of step `step`; `save_progress` has the receipt for the driver,
+        which commits. behind: the state is copied to host memory, so that training may go on at once; else it must not
+        before the shard is written."""
+        watch = Stopwatch()
+        pieces = [piece for state in self.states.values() if self._holding.speaks_for(state)
+                  for piece in state.saved_pieces()]
+        num_bytes = sum(piece.tensor.nbytes for piece in pieces)
+        self._writer.start(directory, step, self._snapshots.copy(pieces) if behind else pieces, behind=behind)
+        return SaveStart(pause_s=watch.total, num_bytes=num_bytes)
+
+    def save_progress(self) -> SaveProgress:
+        """Of the save begun last; from any thread."""
+        return self._writer.progress
+
+    def call_off_save(self) -> None:
+        """Leave a shard that is not written yet. Returns when nothing is written any more."""
+        self._writer.call_off()
 
     def load(self, directory: str) -> None:
-        """Fill weights and optimizer state from a checkpoint of any layout."""
+        """Fill weights and optimizer state from a checkpoint of any layout; moments with zeros from one of weights alone."""
+        with Reader(directory) as reader:
+            if reader.holds_weights_alone:
+                for state in self.states.values():
+                    state.fill(lambda name, param, part: reader.weight(name, part))
+                return
         read_into(directory, [piece for state in self.states.values() for piece in state.pieces()])
 
     def copy_layer(self, layer: int, source: int, target: int) -> int:
@@ -149,6 +171,7 @@ class Trainer:
     def close(self) -> None:
         """Stop reading ahead and drop all groups, which wakes neighbours that wait on this rank."""
         self._run = None
+        self._writer.close()
         self._loader.close()
         if self._groups is not None:
             self._groups.close()

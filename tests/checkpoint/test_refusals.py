@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from raytrain3d.checkpoint import store
+from raytrain3d.checkpoint.identity import check_same_run
 from raytrain3d.checkpoint.manifest import MANIFEST, Manifest, checksum
-from raytrain3d.checkpoint.store import check_run, damage, read_into, read_manifest
+from raytrain3d.checkpoint.store import damage, read_into, read_manifest
 from raytrain3d.errors import CheckpointError
 from raytrain3d.plan.params import Rectangle
 
@@ -126,25 +127,25 @@ def test_other_model(saved: str, reader: Any, refusal: Any) -> None:
     ({"name": "two"}, "run.name is 'one' there and 'two' in this"), ({"hidden": 48}, "model.hidden is 24 there and 48"),
     ({"seed": 3}, "train.seed is 1 there and 3"), ({"tied": True}, "model.tied_embeddings is False there and True"),
     ({"dtype": "bf16"}, "train.dtype is 'fp32' there and 'bf16'")])
-def test_foreign_run_directory(saved: str, tmp_path: Path, checkpoints: Any, refusal: Any, change: dict[str, Any],
-                               key: str) -> None:
-    message = refusal(lambda: check_run(str(tmp_path), checkpoints.config(**change)))
+def test_a_checkpoint_of_another_run(saved: str, checkpoints: Any, refusal: Any, change: dict[str, Any],
+                                     key: str) -> None:
+    message = refusal(lambda: check_same_run(read_manifest(saved), saved, checkpoints.config(**change)))
     assert message.startswith(f"{saved} belongs to another run: {key}") and "run.directory" in message
 
 
-def test_other_data(saved: str, tmp_path: Path, checkpoints: Any, refusal: Any) -> None:
-    config = checkpoints.config()
-    assert check_run(str(tmp_path), config, "data-1") == check_run(str(tmp_path), config) == 5
+def test_other_data(saved: str, checkpoints: Any, refusal: Any) -> None:
+    config, manifest = checkpoints.config(), read_manifest(saved)
+    check_same_run(manifest, saved, config, "data-1")
+    check_same_run(manifest, saved, config)
     assert "data's fingerprint is 'data-1' there and 'data-2'" in refusal(
-        lambda: check_run(str(tmp_path), config, "data-2"))
+        lambda: check_same_run(manifest, saved, config, "data-2"))
 
 
-def test_what_a_resumed_run_may_change(saved: str, tmp_path: Path, checkpoints: Any) -> None:
+def test_what_a_resumed_run_may_change(saved: str, checkpoints: Any) -> None:
     config = checkpoints.config()
     later = replace(config, train=replace(config.train, steps=99, sharding="optimizer", recompute="full"),
                     model=replace(config.model, dropout=0.1), mesh=replace(config.mesh, tensor=2, data=2))
-    assert check_run(str(tmp_path), later) == 5
-    assert check_run(str(tmp_path / "elsewhere"), later) is None
+    check_same_run(read_manifest(saved), saved, later)
 
 
 def test_newer_format(saved: str, refusal: Any) -> None:

@@ -11,15 +11,18 @@ import torch
 from safetensors import safe_open
 
 from raytrain3d.checkpoint.layout import Piece
+from raytrain3d.checkpoint.retention import superfluous
 from raytrain3d.checkpoint.shard import write_file
 from raytrain3d.checkpoint.remote import RemoteFolder
 from raytrain3d.checkpoint.store import (
     clean,
     commit,
+    damage,
     newest,
     prune,
     read_into,
     read_manifest,
+    record_loss,
     remove,
     step_directory,
     steps,
@@ -142,6 +145,34 @@ def test_prune_keeps_the_newest_and_what_is_not_ours(tmp_path: Path, checkpoints
     assert not note.parent.with_name("step-2").exists()
     remove(run, 10)
     assert newest(run) is None
+
+
+def test_what_is_kept() -> None:
+    def rest(steps: list[int], losses: dict[int, float] | None = None, **keep: int | None) -> list[int]:
+        rules = {"keep": None, "keep_every": None, "keep_best": None, **keep}
+        gone = superfluous(steps, losses or {}, **rules)
+        return [step for step in steps if step not in gone]
+
+    steps = list(range(5, 55, 5))
+    assert rest(steps) == steps == rest(steps, keep_every=20)
+    assert rest(steps, keep=3) == [40, 45, 50]
+    assert rest(steps, keep=1, keep_every=20) == [20, 40, 50]
+    losses = {5: 1.0, 10: 3.0, 30: 2.0, 50: 2.5, 99: 0.1}
+    assert rest(steps, losses, keep=1, keep_best=1) == [5, 50]
+    assert rest(steps, losses, keep=1, keep_best=3, keep_every=20) == [5, 20, 30, 40, 50]
+    assert rest(steps, {30: 2.0, 40: 2.0}, keep=1, keep_best=1) == [30, 50]
+
+
+def test_the_best_are_found_by_their_manifests(tmp_path: Path, checkpoints: Any) -> None:
+    run = str(tmp_path)
+    for step, loss in ((1, 4.0), (2, 3.0), (3, float("nan")), (4, 3.5), (5, None)):
+        directory = checkpoints.save(run, step)
+        if loss is not None:
+            record_loss(directory, loss)
+    assert prune(run, 1, keep_best=1) == [1, 3, 4]
+    assert prune(run, 1, keep_best=1, ignore={5}) == []
+    assert steps(run) == [2, 5] and read_manifest(step_directory(run, 2)).validation_loss == 3.0
+    assert damage(step_directory(run, 2)) == []
 
 
 def test_removal_deletes_the_manifest_first(tmp_path: Path, checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytrain3d.checkpoint.manifest import Manifest, Receipt
+from raytrain3d.checkpoint.progress import SaveProgress, SaveStart
 from raytrain3d.config import JobConfig
 from raytrain3d.plan.plan import Plan
 from raytrain3d.train.report import EvaluationReport, StepReport
 
 if TYPE_CHECKING:
     from raytrain3d.checkpoint.layout import Piece
+    from raytrain3d.checkpoint.writer import ShardWriter
 
 FAULT = "fault.json"
 
@@ -39,6 +41,8 @@ class FakeTrainer:
         self._directory = Path(config.run.directory)
         self._links: list[Connection] = []
         self._stop_asked = False
+        self._saving = 0
+        self._writer: ShardWriter | None = None
         self.current_op: str | None = None
 
     def connect(self, host: str, port: int, generation: int) -> None:
@@ -78,11 +82,23 @@ class FakeTrainer:
         self._exchange(False)
         return EvaluationReport(loss=2.0, tokens=64, seconds=0.01)
 
-    def save(self, directory: str, step: int) -> Receipt:
-        if self._rank > 0:  # without torch, which takes longer to load than all else here
-            return Receipt(rank=self._rank, step=step, skipped_steps=(), file=None, entries=())
-        from raytrain3d.checkpoint.store import write_shard
-        return write_shard(directory, self._rank, self._pieces(), step=step)
+    def save(self, directory: str, step: int, *, behind: bool) -> SaveStart:
+        self._saving = step
+        if self._rank == 0:  # others without torch, which takes longer to load than all else here
+            from raytrain3d.checkpoint.writer import ShardWriter
+            self._writer = self._writer or ShardWriter(0)
+            self._writer.start(directory, step, self._pieces(), behind=behind)
+        return SaveStart(pause_s=0.01, num_bytes=100)
+
+    def save_progress(self) -> SaveProgress:
+        if self._writer is not None:
+            return self._writer.progress
+        receipt = Receipt(rank=self._rank, step=self._saving, skipped_steps=(), file=None, entries=())
+        return SaveProgress(step=self._saving, receipt=receipt, seconds=0.0, failures=0, error=None)
+
+    def call_off_save(self) -> None:
+        if self._writer is not None:
+            self._writer.call_off()
 
     def measure_links(self) -> dict[str, float]:
         self._fail("links")

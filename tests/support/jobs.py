@@ -1,12 +1,14 @@
 """Small jobs on synthetic tokens, and how to run one on any number of ranks."""
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from raytrain3d.checkpoint.manifest import Receipt
 from raytrain3d.config import (DataConfig, JobConfig, LearningRateConfig, MeshConfig, ModelConfig, PipelineConfig,
                                RunConfig, TrainConfig)
 from raytrain3d.data.loader import MicroBatch
@@ -77,6 +79,15 @@ def run_rank(config: JobConfig, plan: Plan, rank: int, port: int, generation: in
         return reports, after(trainer) if after is not None else None
     finally:
         trainer.close()
+
+
+def written(trainer: Trainer, directory: str, step: int) -> Receipt:
+    """This rank's shard is written to `directory`."""
+    trainer.save(directory, step, behind=True)
+    while (receipt := trainer.save_progress().receipt) is None:
+        assert not trainer.save_progress().failures, trainer.save_progress().error
+        time.sleep(0.01)
+    return receipt
 
 
 class JobRunner:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import JobRunner, SyntheticLoader, small_job
+from jobs import JobRunner, SyntheticLoader, small_job, written
 from parity import assemble, gradients_and_weights, keep_last_gradients
 
 from raytrain3d.checkpoint.store import commit, step_directory
@@ -68,7 +68,7 @@ def half_run(config: JobConfig, plan: Plan, rank: int, port: int, generation: in
         reports, kept = [trainer.step(n) for n in range(6, 11)], every_buffer(trainer)
     else:
         trainer.initialize()
-        reports, kept = [trainer.step(n) for n in range(1, 6)], trainer.save(directory, 5)
+        reports, kept = [trainer.step(n) for n in range(1, 6)], written(trainer, directory, 5)
     trainer.close()
     return reports, kept
 
