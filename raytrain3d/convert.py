@@ -29,6 +29,11 @@ def to_section(kind: type[T], raw: object, key: str) -> T:
     return section
 
 
+def to_field(section: type, name: str, raw: object, key: str) -> Any:
+    """The value of one field of a section; `key` is its key path."""
+    return _convert(typing.get_type_hints(section)[name], raw, key)
+
+
 def _convert(kind: Any, value: Any, key: str) -> Any:
     """`value` as the type hint `kind` wants it. ConfigError names `key`."""
     if dataclasses.is_dataclass(kind):

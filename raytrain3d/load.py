@@ -4,6 +4,7 @@ OmegaConf reads the YAML and resolves `${...}`; `convert.py` makes it typed. A f
 no `key=value` and an interpolation that leads nowhere become ConfigErrors here.
 """
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,9 +14,12 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from raytrain3d.config import JobConfig
-from raytrain3d.convert import to_config
-from raytrain3d.errors import ConfigError
+from raytrain3d.config import JobConfig, ModelConfig, RotaryScalingConfig
+from raytrain3d.convert import to_config, to_field
+from raytrain3d.errors import CheckpointError, ConfigError
+from raytrain3d.model.huggingface_config import CONFIG, decided, model_config, read_settings
+
+_REQUIRED = {"vocabulary", "hidden", "blocks", "heads", "feed_forward"}
 
 
 def load(path: str, overrides: Sequence[str] = ()) -> JobConfig:
@@ -90,10 +94,30 @@ def _override(raw: dict[Any, Any], text: str) -> None:
 def _resolve(raw: dict[Any, Any], path: str) -> Any:
     """`raw` with every `${...}` replaced. Missing values (`???`) are left out."""
     try:
-        return OmegaConf.to_container(OmegaConf.create(raw), resolve=True)
+        resolved = OmegaConf.to_container(OmegaConf.create(raw), resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
         key = getattr(error, "full_key", None)
         raise ConfigError(f"job file {path!r}, key {key}{_reason(error)}") from None
+    model = resolved.get("model") if isinstance(resolved, dict) else None
+    if isinstance(model, dict) and isinstance(model.get("from_huggingface"), str):
+        _fill_from_huggingface(model, model["from_huggingface"])
+    return resolved
+
+
+def _fill_from_huggingface(given: dict[Any, Any], directory: str) -> None:
+    """Adds to the keys of the section `model` those that the model in `directory` decides."""
+    if not os.path.exists(directory) and given.keys() >= _REQUIRED:
+        return  # the configuration of a run that has started from it, which needs it no more
+    try:
+        model = model_config(read_settings(directory), os.path.join(directory, CONFIG))
+    except CheckpointError as error:
+        raise ConfigError(f"model.from_huggingface is {directory!r}: {error}") from None
+    for name, value in decided(model).items():
+        if given.get(name) in (None, "???"):
+            given[name] = asdict(value) if isinstance(value, RotaryScalingConfig) else value
+        elif (wanted := to_field(ModelConfig, name, given[name], f"model.{name}")) != value:
+            raise ConfigError(f"model.{name} is {wanted!r}, but the model in {directory} (model.from_huggingface) has "
+                              f"{value!r}: leave the key out")
 
 
 def _plain(value: Any) -> Any:

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import torch
 
-from raytrain3d.checkpoint.huggingface_files import CARRIED, CONFIG, INDEX, SINGLE
+from raytrain3d.checkpoint.huggingface_files import CARRIED, INDEX, SINGLE
 from raytrain3d.checkpoint.manifest import DTYPES
 from raytrain3d.checkpoint.reader import Reader
 from raytrain3d.checkpoint.shard import header, tensor_bytes
@@ -23,7 +23,8 @@ from raytrain3d.checkpoint.storage import Folder, open_folder
 from raytrain3d.config import ModelConfig
 from raytrain3d.errors import CheckpointError
 from raytrain3d.model.huggingface import HuggingFaceTensor, huggingface_tensors
-from raytrain3d.model.huggingface_config import ARCHITECTURES, decided, model_config, parse_settings, settings_of
+from raytrain3d.model.huggingface_config import (ARCHITECTURES, CONFIG, decided, model_config, parse_settings, read_text,
+                                                 settings_of)
 
 SHARD_BYTES = 5 * 10**9
 """Most bytes of tensors in one file, unless a single tensor is larger."""
@@ -130,7 +131,7 @@ def _carried_settings(reader: Reader, model: ModelConfig) -> dict[str, Any] | No
     for folder in _sources(reader):
         if CONFIG in folder.names():
             with folder.reading(CONFIG) as path:
-                settings = parse_settings(Path(path).read_text(encoding="utf-8"), f"{folder.path}/{CONFIG}")
+                settings = parse_settings(read_text(path), f"{folder.path}/{CONFIG}")
             if decided(model_config(settings, f"{folder.path}/{CONFIG}")) == decided(model):
                 return settings
     return None

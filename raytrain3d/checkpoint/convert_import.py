@@ -10,12 +10,13 @@ import shutil
 from dataclasses import asdict
 
 from raytrain3d.checkpoint.huggingface import HuggingFaceWeights
-from raytrain3d.checkpoint.huggingface_files import CARRIED, CONFIG
+from raytrain3d.checkpoint.huggingface_files import CARRIED
 from raytrain3d.checkpoint.layout import Piece, full_rectangle
 from raytrain3d.checkpoint.manifest import SHARD_NAME, Manifest, Receipt
 from raytrain3d.checkpoint.storage import PARTIAL, Folder, open_folder
 from raytrain3d.checkpoint.store import commit_manifest, write_shard
 from raytrain3d.errors import CheckpointError
+from raytrain3d.model.huggingface_config import CONFIG
 
 
 def import_huggingface(directory: str, output: str | Folder, *, run: str) -> Manifest:

@@ -8,11 +8,11 @@ from itertools import pairwise
 
 import torch
 
-from raytrain3d.checkpoint.huggingface_files import CONFIG, read_settings, stored_tensors
+from raytrain3d.checkpoint.huggingface_files import stored_tensors
 from raytrain3d.config import ModelConfig, TrainConfig
 from raytrain3d.errors import CheckpointError
 from raytrain3d.model.huggingface import HEAD, canonical_name, huggingface_tensors, is_left_out, num_blocks
-from raytrain3d.model.huggingface_config import model_config
+from raytrain3d.model.huggingface_config import CONFIG, model_config, read_settings
 from raytrain3d.plan.params import Rectangle, model_spec
 
 _COMPARED_ROWS = 4096

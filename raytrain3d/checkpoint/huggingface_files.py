@@ -15,9 +15,9 @@ from safetensors import SafetensorError, safe_open
 
 from raytrain3d.checkpoint.shard import CODES
 from raytrain3d.errors import CheckpointError
-from raytrain3d.model.huggingface_config import parse_settings
+from raytrain3d.model.huggingface_config import parse_settings, read_text
 
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CARRIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
            "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja")
 """Files that go along with the weights, beside config.json."""
@@ -43,23 +43,6 @@ class StoredTensor:
             return values
 
 
-def read_settings(directory: str) -> dict[str, Any]:
-    """What config.json says. CheckpointError when there is none."""
-    path = os.path.join(directory, CONFIG)
-    return parse_settings(_read_text(path), path)
-
-
-def _read_text(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}): name a directory that `save_pretrained` has "
-                              "written") from None
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is not a text file (byte {error.start} is not UTF-8)") from None
-
-
 def stored_tensors(directory: str) -> Iterator[StoredTensor]:
     """Every tensor of every weight file; what the index says of them has been checked."""
     names = os.listdir(directory)
@@ -83,7 +66,7 @@ def stored_tensors(directory: str) -> Iterator[StoredTensor]:
 
 def _read_index(path: str) -> dict[str, str]:
     """Tensor name -> file in the same directory."""
-    index = parse_settings(_read_text(path), path).get("weight_map")
+    index = parse_settings(read_text(path), path).get("weight_map")
     if not isinstance(index, dict) or not index:
         raise CheckpointError(f"{path} has no weight_map")
     for name, file in index.items():

@@ -13,7 +13,8 @@ from raytrain3d.config import JobConfig
 from raytrain3d.errors import CheckpointError
 from raytrain3d.plan.params import model_spec
 
-_FREE_MODEL_KEYS = frozenset({"dropout", "attention_dropout", "initial_std", "freeze", "vocabulary_multiple"})
+_FREE_MODEL_KEYS = frozenset({"dropout", "attention_dropout", "initial_std", "freeze", "vocabulary_multiple",
+                              "from_huggingface"})
 """Keys of `model` that change neither shapes nor what the weights compute."""
 _FIXED_TRAIN_KEYS = ("seed", "global_batch", "sequence", "dtype")
 

@@ -14,6 +14,7 @@ from raytrain3d.checkpoint.store import newest, open_shard, read_manifest, step_
 from raytrain3d.config import ModelConfig
 from raytrain3d.convert import to_section
 from raytrain3d.errors import CheckpointError, ConfigError
+from raytrain3d.plan.params import Rectangle
 
 
 class Reader:
@@ -48,16 +49,21 @@ class Reader:
         """Type in which the weight of this global name is stored, by torch's name."""
         return self._entries_of(name)[0].dtype
 
-    def weight(self, name: str) -> torch.Tensor:
-        """The whole weight of this global name, in the type it is stored in."""
-        entries, box = self._entries_of(name), full_rectangle(self.manifest.parameters[name])
+    @property
+    def holds_weights_alone(self) -> bool:
+        """No optimizer state: it was imported."""
+        return all(entry.kind == "weight" for entry in self.manifest.entries)
+
+    def weight(self, name: str, part: Rectangle | None = None) -> torch.Tensor:
+        """The weight of this global name, all or a part of it, in the type it is stored in."""
+        entries, box = self._entries_of(name), part or full_rectangle(self.manifest.parameters[name])
         piece = Piece(name=name, kind="weight", rectangle=box,
                       tensor=torch.empty(box.shape, dtype=getattr(torch, entries[0].dtype)))
         taken, missing = cover(box, (entry.rectangle for entry in entries))
         if missing:
             raise CheckpointError(f"{self.folder.path} does not hold all of the weight of {name}")
-        for index, part in taken:
-            self._shard(entries[index].file).copy(entries[index], [(piece, part)])
+        for index, common in taken:
+            self._shard(entries[index].file).copy(entries[index], [(piece, common)])
         return piece.tensor
 
     def _entries_of(self, name: str) -> list[Entry]:

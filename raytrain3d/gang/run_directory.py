@@ -33,8 +33,10 @@ def with_absolute_paths(config: JobConfig) -> JobConfig:
     """`config` as ranks need it, whose working directory may be another. ConfigError for a relative run.directory when
     the working directory goes away after the job."""
     if not in_ray_working_directory():
+        start = config.model.from_huggingface
         return replace(config, run=replace(config.run, directory=_absolute(config.run.directory)),
-                       data=replace(config.data, path=_absolute(config.data.path)))
+                       data=replace(config.data, path=_absolute(config.data.path)),
+                       model=replace(config.model, from_huggingface=None if start is None else _absolute(start)))
     if not is_absolute(config.run.directory):
         raise ConfigError(f"run.directory is {config.run.directory!r}: the driver runs in a working directory of Ray, "
                           "which is deleted after the job. Give an absolute path or a URI that all nodes share")

@@ -5,12 +5,14 @@ this model cannot compute. Defaults of absent keys are those of the classes in `
 """
 
 import json
+import os
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from raytrain3d.config import ModelConfig, RotaryScalingConfig
 from raytrain3d.errors import CheckpointError, ConfigError
 
+CONFIG = "config.json"
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
                  "qwen3": "Qwen3ForCausalLM", "gpt2": "GPT2LMHeadModel"}
 """By `model_type`. SmolLM is a `llama`."""
@@ -19,6 +21,24 @@ KEYS = ("family", "vocabulary", "hidden", "blocks", "heads", "kv_heads", "head_s
 """Keys of `model` that a config.json decides."""
 LARGEST = 1e30
 """No size or factor of a model is beyond this."""
+
+
+def read_settings(directory: str) -> dict[str, Any]:
+    """What config.json of a directory says. CheckpointError when there is none that can be read."""
+    path = os.path.join(directory, CONFIG)
+    return parse_settings(read_text(path), path)
+
+
+def read_text(path: str) -> str:
+    """The text of a file of a directory in the layout of Hugging Face; CheckpointError naming it if it cannot be read."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}): name a directory that `save_pretrained` has "
+                              "written") from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not a text file (byte {error.start} is not UTF-8)") from None
 
 
 def parse_settings(text: str, where: str) -> dict[str, Any]:
