@@ -1,11 +1,12 @@
 """The layers that one rank holds: their states, their modules, and the stages they form. Layers may come and go between
 steps; everything else of a rank stays as it is."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from raytrain3d.config import JobConfig
+from raytrain3d.config import JobConfig, ModelConfig
 from raytrain3d.model.transformer import Layer, build_layers
 from raytrain3d.parallel.groups import Group
 from raytrain3d.parallel.layer_state import LayerState
@@ -16,11 +17,16 @@ from raytrain3d.plan.params import LayerSpec, ModelSpec
 from raytrain3d.plan.plan import Plan
 
 
+LayerBuilder = Callable[[ModelConfig, Iterable[int]], dict[int, Layer]]
+"""Makes the modules of some layers, without parameters."""
+
+
 class Holding:
     """What `plan` gives to the rank at `at`, without values."""
 
-    def __init__(self, config: JobConfig, spec: ModelSpec, plan: Plan, at: Coordinate, device: torch.device) -> None:
-        self._config, self._spec, self._at, self._device = config, spec, at, device
+    def __init__(self, config: JobConfig, spec: ModelSpec, plan: Plan, at: Coordinate, device: torch.device,
+                 build: LayerBuilder = build_layers) -> None:
+        self._config, self._spec, self._at, self._device, self._build_layers = config, spec, at, device, build
         self._mesh = plan.mesh
         self._tensor_group: Group | None = None
         self.states: dict[int, LayerState] = {}
@@ -79,7 +85,7 @@ class Holding:
         return LayerState(state, self._config, self._mesh, self._at, self._device)
 
     def _build(self, index: int) -> None:
-        (layer,) = build_layers(self._config.model, [index]).values()
+        (layer,) = self._build_layers(self._config.model, [index]).values()
         layer.bind(self.states[index].parameters)
         tied: dict[str, Any] = {} if self.tied is None or self.tied not in self.states else self.states[self.tied].parameters
         if tied and index == 0:

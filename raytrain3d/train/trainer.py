@@ -20,7 +20,7 @@ from raytrain3d.config import JobConfig
 from raytrain3d.data.loader import Loader, MicroBatch
 from raytrain3d.model.dropout import DropoutKeys
 from raytrain3d.model.functional import put_off
-from raytrain3d.model.transformer import Layer
+from raytrain3d.model.transformer import Layer, build_layers
 from raytrain3d.parallel.channels import Buffers, Mail
 from raytrain3d.parallel.clock import clock_for
 from raytrain3d.parallel.commit import Agreement, CommitVector, sum_over_all
@@ -35,7 +35,7 @@ from raytrain3d.plan.params import model_spec
 from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.plan import Plan
 from raytrain3d.plan.rank_program import rank_program_for
-from raytrain3d.train.holding import Holding
+from raytrain3d.train.holding import Holding, LayerBuilder
 from raytrain3d.train.initial import initial_weights
 from raytrain3d.train.lr import learning_rate
 from raytrain3d.train.report import EvaluationReport, StepReport, Stopwatch, Timeline
@@ -45,14 +45,14 @@ class Trainer:
     """Made in the thread that trains, since torch's thread count and device belong to a thread."""
 
     def __init__(self, config: JobConfig, plan: Plan, rank: int, *, loader: Loader | None = None,
-                 device: torch.device | None = None) -> None:
+                 device: torch.device | None = None, build: LayerBuilder = build_layers) -> None:
         torch.set_num_threads(config.placement.threads_per_rank)
         self._config, self._plan, self.rank = config, plan, rank
         self._at = plan.mesh.coordinate(rank)
         self._device = device or torch.device(f"cuda:{torch.cuda.current_device()}" if plan.device == "gpu" else "cpu")
         self._spec = model_spec(config.model, config.train, plan.mesh.tensor)
         self._loader = loader or Loader(config, plan, self._at.data)
-        self._holding = Holding(config, self._spec, plan, self._at, self._device)
+        self._holding = Holding(config, self._spec, plan, self._at, self._device, build)
         self._buffers = Buffers((config.train.micro_batch, config.train.sequence, config.model.hidden),
                                 DTYPES[config.train.dtype], self._device)
         self._groups: Groups | None = None

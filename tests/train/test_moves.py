@@ -6,7 +6,7 @@ pipeline 2, 3, 4 with every schedule and sharding.
 
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -14,7 +14,8 @@ import torch
 from jobs import JobRunner, SyntheticLoader, small_job
 from torch import Tensor
 
-from raytrain3d.config import JobConfig
+from raytrain3d.config import JobConfig, ModelConfig
+from raytrain3d.model.transformer import Layer, build_layers
 from raytrain3d.plan.moves import after, moves
 from raytrain3d.plan.partition import Stages, split_by_counts
 from raytrain3d.plan.plan import Plan
@@ -28,32 +29,23 @@ CHUNKED = ("interleaved", "breadth_first", "zb_v")
 Outcome = tuple[list[tuple[float, float]], dict[str, Tensor]]
 
 
-def transpose_block(trainer: Trainer, index: int) -> None:
-    """Whenever layer `index` is built here, its output is a transposed view: what crosses a layer border must not carry its
-    strides along."""
-    build = trainer._holding._build
-
-    def building(layer: int) -> None:
-        build(layer)
-        if layer == index:
-            module = trainer.layers[layer]
-            forward = module.forward
-            module.forward = lambda x, *more: forward(x, *more).transpose(1, 2).contiguous().transpose(1, 2)  # type: ignore[method-assign]
-
-    trainer._holding._build = building  # type: ignore[method-assign]
-    if index in trainer.layers:
-        building(index)
-        trainer._holding.keep(trainer._plan)
+def build_with_a_view(model: ModelConfig, layers: Iterable[int]) -> dict[int, Layer]:
+    """As always, but layer 3 returns a transposed view: what crosses a layer border must not carry its strides along."""
+    built = build_layers(model, layers)
+    if 3 in built:
+        forward = built[3].forward
+        built[3].forward = lambda x, *more: forward(x, *more).transpose(1, 2).contiguous().transpose(1, 2)
+    return built
 
 
 def train_with_moves(config: JobConfig, plan: Plan, rank: int, port: int, generation: int,
                      splits: Mapping[int, Stages]) -> Outcome:
     """40 steps of one rank; after step n the layers are moved to splits[n], one layer across one border at a time."""
     replica = plan.mesh.coordinate(rank).data
-    trainer = Trainer(config, plan, rank, loader=SyntheticLoader(config, plan, replica))  # type: ignore[arg-type]
+    trainer = Trainer(config, plan, rank, loader=SyntheticLoader(config, plan, replica),  # type: ignore[arg-type]
+                      build=build_with_a_view)
     stages, results = plan.stages, []
     try:
-        transpose_block(trainer, 3)
         trainer.connect("127.0.0.1", port, generation)
         trainer.initialize()
         for n in range(1, STEPS + 1):
