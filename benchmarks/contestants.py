@@ -2,7 +2,7 @@
 
 import torch
 from common import Place
-from language_model import MODEL, Model, random_batch
+from language_model import Model, Workload
 from runtime import Runtime
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -18,13 +18,13 @@ class OurPipeline:
     """Steps of ours. `split`: layers of each stage, those of this rank being in `model`."""
 
     def __init__(self, runtime: Runtime, model: Model, programs: Programs, split: tuple[range, ...],
-                 micro_batch: int) -> None:
+                 workload: Workload) -> None:
         self._runtime, self._model, self._program = runtime, model, rank_program(programs, runtime.rank)
         self._stages = {stage: Stage({layer: model.layers[layer] for layer in layers}, is_first=stage == 0,
                                      is_last=stage == len(split) - 1)
                         for stage, layers in enumerate(split) if programs.schedule.rank_of(stage) == runtime.rank}
-        tokens, targets = (part.split(micro_batch)
-                           for part in random_batch(programs.schedule.num_micro_batches, micro_batch))
+        tokens, targets = (part.split(workload.micro_batch)
+                           for part in workload.batch(programs.schedule.num_micro_batches))
         head = split[-1][-1]
         self._feed = Feed(tokens=lambda i: tokens[i],
                           arguments=lambda i, layer: (targets[i],) if layer == head else (None,))
@@ -57,19 +57,19 @@ class SameLayers(nn.Module):
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """logits: (batch, seq, vocabulary), targets: (batch, seq) -> scalar, by our own cross-entropy."""
-    return cross_entropy(logits.flatten(0, 1), targets.flatten(), vocabulary=MODEL.vocabulary)
+    return cross_entropy(logits.flatten(0, 1), targets.flatten(), vocabulary=logits.shape[-1])
 
 
 class TorchPipeline:
     """Steps of torch's 1F1B over the layers of `model`. Their gradient buffers exist beforehand, because our linear layers
     add to them."""
 
-    def __init__(self, place: Place, model: Model, num_micro_batches: int, micro_batch: int) -> None:
+    def __init__(self, place: Place, model: Model, num_micro_batches: int, workload: Workload) -> None:
         self._model = model
         module = SameLayers(list(model.layers.values()))
         stage = PipelineStage(module, place.rank, place.num_ranks, torch.device("cpu"))
         self._schedule = Schedule1F1B(stage, num_micro_batches, loss_fn=summed_loss, scale_grads=False)
-        tokens, targets = random_batch(num_micro_batches, micro_batch)
+        tokens, targets = workload.batch(num_micro_batches)
         self._inputs = (tokens,) if stage.is_first else ()
         self._targets = targets if stage.is_last else None
         self._losses: list[Tensor] = []

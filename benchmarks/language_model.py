@@ -1,6 +1,7 @@
-"""The model that the benchmarks with real compute train: Llama-style, 30M parameters, on tokens drawn at random."""
+"""What the benchmarks with real compute train: a Llama-style model on tokens drawn at random."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -13,26 +14,55 @@ from raytrain3d.parallel.layer_state import LayerState
 from raytrain3d.plan.mesh import Coordinate, Mesh
 from raytrain3d.plan.params import model_spec
 
-MODEL = ModelConfig(vocabulary=4096, hidden=512, blocks=8, heads=8, feed_forward=1408)
-SEQUENCE = 256
-NUM_LAYERS = MODEL.blocks + 2
-
-
 ONE_RANK = MeshConfig()
 
 
-def job(dtype: str, *, micro_batch: int, num_micro_batches: int, mesh: MeshConfig = ONE_RANK,
-        schedule: str = "1f1b") -> JobConfig:
-    """A job of `num_micro_batches` for each replica."""
-    return JobConfig(
-        run=RunConfig(name="benchmark"), model=MODEL, mesh=mesh, data=DataConfig(path="unused"),
-        pipeline=PipelineConfig(schedule=schedule),  # type: ignore[arg-type]
-        train=TrainConfig(steps=1000, global_batch=mesh.data * num_micro_batches * micro_batch, micro_batch=micro_batch,
-                          sequence=SEQUENCE, dtype=dtype))  # type: ignore[arg-type]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """A model and the shape of its micro-batches."""
+
+    model: ModelConfig
+    sequence: int
+    micro_batch: int
+    """Samples."""
+
+    @property
+    def message(self) -> tuple[int, int, int]:
+        """(batch, seq, hidden) of what passes between stages."""
+        return self.micro_batch, self.sequence, self.model.hidden
+
+    def job(self, dtype: str = "fp32", *, num_micro_batches: int = 1, mesh: MeshConfig = ONE_RANK,
+            schedule: str = "1f1b") -> JobConfig:
+        """A job with `num_micro_batches` for each replica."""
+        return JobConfig(
+            run=RunConfig(name="benchmark"), model=self.model, mesh=mesh, data=DataConfig(path="unused"),
+            pipeline=PipelineConfig(schedule=schedule),  # type: ignore[arg-type]
+            train=TrainConfig(steps=1000, global_batch=mesh.data * num_micro_batches * self.micro_batch, dtype=dtype,  # type: ignore[arg-type]
+                              micro_batch=self.micro_batch, sequence=self.sequence))
+
+    def batch(self, num_micro_batches: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets, each (num_micro_batches * micro_batch, seq), always the same."""
+        rows = num_micro_batches * self.micro_batch
+        drawn = torch.randint(self.model.vocabulary, (rows, self.sequence + 1), generator=torch.Generator().manual_seed(0))
+        return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+    def split_evenly(self, num_stages: int) -> tuple[range, ...]:
+        """Layers of each stage, the longer ones first."""
+        base, more = divmod(self.model.blocks + 2, num_stages)
+        ends = accumulate((base + (stage < more) for stage in range(num_stages)), initial=0)
+        return tuple(range(*pair) for pair in pairwise(ends))
+
+
+FULL = Workload(model=ModelConfig(vocabulary=4096, hidden=512, blocks=8, heads=8, feed_forward=1408), sequence=256,
+                micro_batch=2)
+"""30M parameters; a step of 8 micro-batches takes about 3 s on 2 cores in FP32."""
+QUICK = Workload(model=replace(FULL.model, vocabulary=1024, hidden=128, heads=4, feed_forward=352), sequence=64,
+                 micro_batch=1)
+"""Runs everything in seconds; its figures say nothing."""
 
 
 class Model:
-    """Some layers of the model with initial weights and zero gradients, in flat buffers as in training."""
+    """Some layers with initial weights and zero gradients, in flat buffers as in training."""
 
     def __init__(self, config: JobConfig, layers: Iterable[int]) -> None:
         spec, at = model_spec(config.model, config.train, 1), Coordinate(data=0, pipeline=0, tensor=0)
@@ -50,18 +80,3 @@ class Model:
     def gradients(self) -> dict[int, Tensor]:
         """Copies, by layer."""
         return {index: state.gradient.clone() for index, state in self.states.items()}
-
-
-def random_batch(num_micro_batches: int, micro_batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, each (num_micro_batches * micro_batch, seq)."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = num_micro_batches * micro_batch
-    drawn = torch.randint(MODEL.vocabulary, (rows, SEQUENCE + 1), generator=generator)
-    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
-
-
-def split_evenly(num_stages: int) -> tuple[range, ...]:
-    """Layers of each stage, the longer ones first."""
-    base, more = divmod(NUM_LAYERS, num_stages)
-    ends = accumulate((base + (stage < more) for stage in range(num_stages)), initial=0)
-    return tuple(range(*pair) for pair in pairwise(ends))

@@ -13,10 +13,13 @@ Prints tables and one line of JSON.
 import argparse
 import json
 
+import pipeline_best
+import pipeline_mesh
 import pipeline_real
 import pipeline_sleep
 
-PARTS = {"sleep": pipeline_sleep.run, "real": pipeline_real.run}
+PARTS = {"sleep": pipeline_sleep.run, "real": pipeline_real.run, "3d": pipeline_mesh.run,
+         "best": pipeline_best.run}
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from common import Place, Span, figure, ratios, spawn, take_turns, wall_times
 from contestants import OurPipeline, TorchPipeline
-from language_model import MODEL, SEQUENCE, Model, job, split_evenly
+from language_model import FULL, QUICK, Model, Workload
 from profiles import Profile, profile, table
 from runtime import Runtime
 from torch import Tensor
@@ -25,8 +25,6 @@ from raytrain3d.plan.schedule import Op
 from raytrain3d.plan.simulate import simulate
 
 NUM_RANKS = 2
-MICRO_BATCH = 2
-"""Samples; so a round takes about 25 s in FP32 and bf16 together."""
 OURS = {"1f1b m8": ("1f1b", 8), "zb_h1 m8": ("zb_h1", 8), "zb_h1 m4": ("zb_h1", 4)}
 """Contestant -> schedule, micro-batches."""
 
@@ -47,18 +45,18 @@ def run(*, quick: bool) -> dict[str, Any]:
     """Tables on the way; figures for the line of JSON."""
     found: dict[str, Any] = {}
     for dtype in ("fp32", "bf16"):
-        ranks = spawn(measure, NUM_RANKS, dtype, *((1, 1) if quick else (MICRO_BATCH, 15)))
+        ranks = spawn(measure, NUM_RANKS, dtype, *((QUICK, 1) if quick else (FULL, 15)))
         found |= summary(ranks, "" if dtype == "fp32" else f"_{dtype}")
         print_tables(dtype, ranks)
     return found
 
 
-def measure(place: Place, dtype: str, micro_batch: int, rounds: int) -> Measured:
-    split = split_evenly(NUM_RANKS)
-    model = Model(job(dtype, micro_batch=micro_batch, num_micro_batches=8), split[place.rank])
-    runtime = Runtime(place, tuple(range(NUM_RANKS)), (micro_batch, SEQUENCE, MODEL.hidden), DTYPES[dtype])
-    peers = {m: TorchPipeline(place, model, m, micro_batch) for m in (8, 4)}
-    ours = {name: OurPipeline(runtime, model, programs_of(name), split, micro_batch) for name in OURS}
+def measure(place: Place, dtype: str, workload: Workload, rounds: int) -> Measured:
+    split = workload.split_evenly(NUM_RANKS)
+    model = Model(workload.job(dtype), split[place.rank])
+    runtime = Runtime(place, tuple(range(NUM_RANKS)), workload.message, DTYPES[dtype])
+    peers = {m: TorchPipeline(place, model, m, workload) for m in (8, 4)}
+    ours = {name: OurPipeline(runtime, model, programs_of(name), split, workload) for name in OURS}
     expected = {m: gradients_of(model, pipeline) for m, pipeline in peers.items()}
     off = max(difference(gradients_of(model, ours[name]), expected[m]) for name, (_, m) in OURS.items())
     steps = take_turns({"torch m8": peers[8].step, **{name: pipeline.step for name, pipeline in ours.items()},

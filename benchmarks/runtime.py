@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from common import TIMEOUT_S, Place
@@ -30,6 +30,12 @@ class Runtime:
         self._buffers = Buffers(shape, dtype, torch.device("cpu"))
         self._message = torch.zeros(shape, dtype=dtype)
         self.rank = place.rank
+
+    @staticmethod
+    def for_all(place: Place, placements: Iterable[tuple[int, ...]], shape: tuple[int, ...],
+                dtype: torch.dtype = torch.float32) -> dict[tuple[int, ...], "Runtime"]:
+        """One for each placement. A process makes only one runtime of a placement: its groups are named by it."""
+        return {placement: Runtime(place, placement, shape, dtype) for placement in sorted(set(placements))}
 
     def prepare(self, program: RankProgram, stages: Mapping[int, Stage], feed: Feed) -> PipelineRun:
         """A run of this rank's program, with its first receives posted."""

@@ -85,11 +85,10 @@ class Sleeps:
 
 def sleep_on_rank(place: Place, num_micro_batches: int, rounds: int) -> Sleeps:
     programs = {schedule: programs_of(schedule, num_micro_batches) for schedule in SCHEDULES}
-    placements = sorted({one.schedule.placement for one in programs.values()})
-    runtimes = {placement: Runtime(place, placement, SHAPE) for placement in placements}
+    runtimes = Runtime.for_all(place, (one.schedule.placement for one in programs.values()), SHAPE)
     pipelines = {f"{schedule} {cost}": SleepingPipeline(runtimes[one.schedule.placement], one, COSTS[cost])
                  for schedule, one in programs.items() for cost in COSTS}
-    hop_s = runtimes[placements[0]].hop_s()
+    hop_s = next(iter(runtimes.values())).hop_s()
     steps = take_turns({case: pipeline.step for case, pipeline in pipelines.items()}, rounds)
     return Sleeps(hop_s=hop_s, steps=steps, slept={case: pipeline.slept[-rounds:] for case, pipeline in pipelines.items()})
 
