@@ -30,7 +30,9 @@ ALLOWED: dict[str, set[str]] = {
     "train": LOW | MIDDLE | {"plan"},
     "metrics": LOW | {"plan", "train.report"},
     "gang": LOW | MIDDLE | {"plan", "train", "metrics", "load"},
-    "cli": LOW | MIDDLE | {"plan", "train", "metrics", "load", "reference", "gang"},
+    "cli_parser": set(),
+    "cli_checkpoint": LOW | MIDDLE | {"cli_parser", "train", "load"},
+    "cli": {"cli_parser", "cli_checkpoint"} | LOW | MIDDLE | {"plan", "train", "metrics", "load", "reference", "gang"},
     "__main__": {"cli"},
 }
 # Package -> rooms or files that may import it.
