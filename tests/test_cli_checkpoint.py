@@ -49,13 +49,14 @@ def rows(text: str) -> list[list[str]]:
 
 
 def test_list_has_a_row_for_each_checkpoint(trained: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
-    run, _ = trained
+    run, printed = trained
     table = output(capsys, "checkpoint", "list", str(run))
     head, *found = rows(table)
-    assert head == ["step", "holds", "parameters", "files", "size"]
+    assert head == ["step", "holds", "parameters", "files", "size", "validation loss"]
     assert [row[0] for row in found] == ["2", "4"]
     holds = "weights (float32), first moments (float32), second moments (float32)"
     assert {row[1] for row in found} == {holds}
+    assert [row[5:] for row in found] == [[], VALIDATION.findall(printed)[-1:]]
     assert output(capsys, "checkpoint", "list", "tiny", "--directory", str(run.parent)) == table
     assert "holds no checkpoints" in output(capsys, "checkpoint", "list", "other", "--directory", str(run.parent), code=1)
 
@@ -169,3 +170,5 @@ def test_run_goes_on_from_an_imported_checkpoint(trained: tuple[Path, str], tmp_
     text = output(capsys, *arguments)
     assert f"resumed from {tmp_path}/runs/tiny/checkpoints/step-0" in text
     assert steps(f"{tmp_path}/runs/tiny") == [0, 1]
+    output(capsys, "checkpoint", "prune", f"{tmp_path}/runs/tiny", "--keep", "1")
+    assert not (tmp_path / "runs" / "tiny" / "checkpoints" / "step-0").exists()

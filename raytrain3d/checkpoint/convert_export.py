@@ -145,6 +145,6 @@ def _sources(reader: Reader) -> list[Folder]:
 
 def _carry(reader: Reader, directory: Path) -> None:
     for folder in reversed(_sources(reader)):
-        for name in sorted(set(CARRIED) & set(folder.names())):
+        for name in sorted(set(CARRIED) & set(folder.names()) - {CONFIG}):
             with folder.reading(name) as path:
                 shutil.copyfile(path, directory / name)

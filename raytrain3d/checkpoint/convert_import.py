@@ -16,7 +16,6 @@ from raytrain3d.checkpoint.manifest import SHARD_NAME, Manifest, Receipt
 from raytrain3d.checkpoint.storage import PARTIAL, Folder, open_folder
 from raytrain3d.checkpoint.store import commit_manifest, write_shard
 from raytrain3d.errors import CheckpointError
-from raytrain3d.model.huggingface_config import CONFIG
 
 
 def import_huggingface(directory: str, output: str | Folder, *, run: str) -> Manifest:
@@ -52,9 +51,8 @@ def _layer_of(name: str) -> str:
 
 
 def _check_target(folder: Folder) -> None:
-    ours = (CONFIG, *CARRIED)
     others = [name for name in folder.names()
-              if name not in ours and not SHARD_NAME.fullmatch(name) and not name.endswith(PARTIAL)]
+              if name not in CARRIED and not SHARD_NAME.fullmatch(name) and not name.endswith(PARTIAL)]
     if others:
         raise CheckpointError(f"{folder.path} already holds {others[0]}: name a new directory")
 
@@ -66,7 +64,7 @@ def _write_layer(weights: HuggingFaceWeights, folder: Folder, number: int, names
 
 
 def _carry(directory: str, folder: Folder) -> None:
-    for name in (CONFIG, *CARRIED):
+    for name in CARRIED:
         source = os.path.join(directory, name)
         if os.path.isfile(source):
             with folder.writing(name) as path:

@@ -15,12 +15,12 @@ from safetensors import SafetensorError, safe_open
 
 from raytrain3d.checkpoint.shard import CODES
 from raytrain3d.errors import CheckpointError
-from raytrain3d.model.huggingface_config import parse_settings, read_text
+from raytrain3d.model.huggingface_config import CONFIG, parse_settings, read_text
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-CARRIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+CARRIED = (CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
            "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja")
-"""Files that go along with the weights, beside config.json."""
+"""Files that go along with the weights."""
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _PICKLES = re.compile(r".*\.(bin|pt|pth|ckpt|pkl)")
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from raytrain3d.checkpoint.huggingface_files import CARRIED
 from raytrain3d.checkpoint.identity import global_shapes, plain_config
 from raytrain3d.checkpoint.layout import KINDS, Piece, cover
 from raytrain3d.checkpoint.manifest import MANIFEST, SHARD_NAME, Entry, FileRecord, Manifest, Receipt
@@ -194,7 +195,7 @@ def remove(run_directory: str | Folder, step: int) -> None:
     folder = _step_folder(run_directory, step)
     folder.remove(MANIFEST)
     for name in folder.names():
-        if SHARD_NAME.fullmatch(name) or name.endswith(PARTIAL):
+        if SHARD_NAME.fullmatch(name) or name.endswith(PARTIAL) or name in CARRIED:
             folder.remove(name)
     folder.remove_if_empty()
 

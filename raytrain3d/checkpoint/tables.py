@@ -19,18 +19,18 @@ def run_table(run_directory: str) -> str:
     found = steps(run_directory)
     if not found:
         raise CheckpointError(f"{run_directory} holds no checkpoints: name the directory of a run, such as runs/quickstart")
-    rows = [["step", "holds", "parameters", "files", "size"]]
+    rows = [["step", "holds", "parameters", "files", "size", "validation loss"]]
     for step in found:
         try:
             rows.append([str(step), *_summary(read_manifest(step_directory(run_directory, step)))])
         except CheckpointError as error:
-            rows.append([str(step), f"unreadable: {error}", "", "", ""])
+            rows.append([str(step), f"unreadable: {error}", "", "", "", ""])
     return "\n".join(aligned(rows))
 
 
 def _summary(manifest: Manifest) -> list[str]:
     return [_contents(manifest.entries), amount(_num_parameters(manifest)), str(len(manifest.files)),
-            size(_num_bytes(manifest))]
+            size(_num_bytes(manifest)), "" if manifest.validation_loss is None else f"{manifest.validation_loss:.4f}"]
 
 
 def checkpoint_table(folder: Folder, *, parameters: bool = False) -> str:
@@ -46,6 +46,8 @@ def _facts(folder: Folder, manifest: Manifest) -> Iterable[tuple[str, str]]:
     yield "run", f"{manifest.run}, step {manifest.step}" + (f" of {train['steps']}" if "steps" in train else "")
     yield "model", ", ".join([*_model(model), f"{amount(_num_parameters(manifest))} parameters"])
     yield "holds", f"{_contents(manifest.entries)}: {counted(len(manifest.files), 'file')}, {size(_num_bytes(manifest))}"
+    if manifest.validation_loss is not None:
+        yield "loss", f"{manifest.validation_loss:.4f} nats a token on the validation split"
     if manifest.skipped_steps:
         yield "skipped", f"steps {', '.join(map(str, manifest.skipped_steps))} (gradient not finite)"
     if manifest.data is not None:
