@@ -235,10 +235,21 @@ def _ready_job(arguments: argparse.Namespace) -> "JobConfig":
 
     config = _job(arguments)
     _plan(config)  # what cannot be laid out should not cost a preparation
+    _check_start(config)
     manifest = prepare_if_missing(config, ProgressLines())
     if manifest is not None:
         _print_dataset(config.data.path, manifest)
     return config
+
+
+def _check_start(config: "JobConfig") -> None:
+    """CheckpointError when the model to start from cannot be read. A run that has started needs it no more: it may be gone.
+    """
+    directory = config.model.from_huggingface
+    if directory is not None and os.path.exists(directory):
+        from raytrain3d.checkpoint.huggingface import HuggingFaceWeights
+
+        HuggingFaceWeights(directory)
 
 
 class ProgressLines:

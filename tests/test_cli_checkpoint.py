@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from raytrain3d.checkpoint.convert_import import import_huggingface
 from raytrain3d.checkpoint.store import steps
@@ -157,10 +157,20 @@ def test_trained_model_goes_to_hugging_face_and_back(trained: tuple[Path, str], 
     assert "config.json cannot be read" in output(capsys, "checkpoint", "import", str(run), "--output", back, code=1)
 
 
+def test_incomplete_model_is_named_before_ranks_start(trained: tuple[Path, str], tmp_path: Path,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    output(capsys, "checkpoint", "export", str(trained[0]), "--output", str(tmp_path / "out"))
+    file = tmp_path / "out" / "model.safetensors"
+    save_file({name: value for name, value in load_file(file).items() if name != "lm_head.weight"}, file)
+    text = output(capsys, "train", JOB, "--launcher", "inline", f"run.directory={tmp_path}/runs", *SMALL,
+                  f"data.path={trained[0].parent.parent}/data", f"model.from_huggingface={tmp_path}/out", code=1)
+    assert text == f"error: {tmp_path}/out: the tensor lm_head.weight is missing\n"
+    assert not (tmp_path / "runs").exists()
+
+
 def test_run_goes_on_from_an_imported_checkpoint(trained: tuple[Path, str], tmp_path: Path,
                                                  capsys: pytest.CaptureFixture[str]) -> None:
     """One that lies where a run has its checkpoints."""
-    pytest.importorskip("transformers")
     run, _ = trained
     main(["checkpoint", "export", str(run), "--output", str(tmp_path / "out")])
     import_huggingface(str(tmp_path / "out"), f"{tmp_path}/runs/tiny/checkpoints/step-0", run="tiny")
