@@ -330,7 +330,7 @@ class EvaluateConfig:
     interval: int | None = None
     """Steps between evaluations; one more follows the last step. Absent: only the one after the last step."""
     samples: int = 64
-    """Validation samples, always the same ones (fewer where the split is smaller)."""
+    """Validation samples, spread evenly over the split, always the same ones (all of it where it is smaller)."""
 
     def __post_init__(self) -> None:
         _positive("evaluate", interval=self.interval, samples=self.samples)

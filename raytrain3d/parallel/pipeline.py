@@ -107,7 +107,7 @@ class PipelineRun:
         self.losses: list[Tensor] = []
         """Summed loss of each micro-batch, on the last stage."""
         self.current: Op | None = None
-        """The op under way; stays where it was when an error ends the run."""
+        """The op under way, if one is; stays where it was when an error ends the run."""
 
     def execute(self, program: RankProgram) -> None:
         """Run all ops in order and wait until everything sent has left."""
@@ -120,6 +120,7 @@ class PipelineRun:
             if op.kind not in SENDS:
                 self._ops.append((op, start, self._clock.mark()))
         self._mail.finish()
+        self.current = None
 
     def times(self) -> LayerTimes:
         """Of all layers, once the device is done with them."""
