@@ -92,7 +92,7 @@ class Controller:
                  journal: Journal) -> None:
         self._job, self._config, self._fleet = job, job.config, fleet
         self._stop, self._mailboxes, self._journal = stop, mailboxes, journal
-        self._rebalancer = Rebalancer(job.plan, fleet, journal, job.keep_plan)
+        self._rebalancer = Rebalancer(job.config, job.plan, fleet, journal, job.keep_plan)
         self._state = State.STARTING
         self._store: Store | None = None
         self._step = 0
@@ -104,6 +104,12 @@ class Controller:
     def run(self) -> Ending:
         """Until the job has ended. Raises what ended it, if it failed: RankFailed naming the culprit, or an error that
         says what to change."""
+        try:
+            return self._run()
+        finally:
+            self._rebalancer.close()
+
+    def _run(self) -> Ending:
         while True:
             self._publish()
             match self._state:
@@ -172,7 +178,8 @@ class Controller:
             return State.FINISHED
         saves = is_last or self._is_due(self._config.checkpoint.interval)
         evaluates = is_last or self._is_due(self._config.evaluate.interval)
-        if saves or evaluates:  # else what has not been read yet is read beside the next lease
+        rebalances = not is_last and self._rebalancer.is_due(self._step)
+        if saves or evaluates or rebalances:  # else what has not been read yet is read beside the next lease
             self._read_reports(until=self._step)
         if is_last:
             self._saver.finish(self._step)
@@ -182,7 +189,8 @@ class Controller:
             self._evaluate()
         if is_last:
             return State.FINISHED
-        self._rebalancer.act(self._step)
+        if rebalances:
+            self._rebalancer.act(self._step)
         return State.RUNNING
 
     def _run_lease(self, last: int) -> LeaseEnd:
@@ -215,6 +223,7 @@ class Controller:
         for reports in self._fleet.reports(until=until, limit_s=DRAIN_S if until is not None else 0.2):
             self._last = summarize(reports, self._job.plan.mesh)
             self._journal.step(self._last)
+            self._rebalancer.watch(reports)
         self._publish()
 
     def _listen(self) -> None:

@@ -22,6 +22,10 @@ class Journal:
         self._records.event(kind, step, text, values)
         self._progress.say(text)
 
+    def note(self, kind: str, step: int, text: str, **values: Any) -> None:
+        """An event that is recorded only, not shown."""
+        self._records.event(kind, step, text, values)
+
     def failure(self, step: int, text: str) -> None:
         """What ended the job. Only recorded: it is raised, too, and shown by whoever catches it."""
         self._records.event("failed", step, text, {})

@@ -12,7 +12,6 @@ from itertools import accumulate, combinations, combinations_with_replacement, p
 from math import comb, inf
 
 from raytrain3d.errors import PlanError
-from raytrain3d.plan.makespan import compiled
 from raytrain3d.plan.moves import num_moves
 from raytrain3d.plan.partition import Stages, split_evenly
 from raytrain3d.plan.workload import Replica, Simulator, Workload
@@ -122,9 +121,8 @@ def _shifted(ends: list[int], first: int, last: int, by: int) -> Stages:
 def slowest_stage_least(workload: Workload) -> Stages:
     """The split with the least busy time of the slowest stage over all replicas, exactly; of equal ones that with more
     layers on late stages. Chunks of a rank count apart, memory does not count."""
-    placement = compiled(workload.schedule, workload.num_ranks, 0, workload.chunks).placement
     weights = [max(share * slowdowns[rank] for share, slowdowns in zip(workload.shares, workload.slowdowns, strict=True))
-               for rank in placement]
+               for rank in workload.placement]
     before = list(accumulate((cost.total for cost in workload.costs), initial=0.0))
     slowest = [0.0] + [inf] * workload.num_layers  # by number of layers taken from the front
     choices: list[list[int]] = []  # by stage and number of layers up to its end: its first layer

@@ -51,6 +51,11 @@ class Workload:
     def num_layers(self) -> int:
         return len(self.costs)
 
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """Stage -> pipeline rank."""
+        return compiled(self.schedule, self.num_ranks, 0, self.chunks).placement
+
 
 def step_time(workload: Workload, stages: Stages) -> float:
     """Seconds of a step: replicas wait for the slowest of them. Optimizer and reductions left out."""
@@ -67,9 +72,10 @@ class Simulator:
     def time(self, stages: Stages, limit: float = inf) -> float:
         """Seconds of a step if that is below `limit`; else a number from `limit` up, mostly without a simulation."""
         longest = 0.0
-        for replica in self._replicas:
+        for i, replica in enumerate(self._replicas):
             longest = max(longest, replica.time(stages, limit))
             if longest >= limit:
+                self._replicas.insert(0, self._replicas.pop(i))  # the slowest rules out neighbours, too
                 break
         return longest
 

@@ -68,8 +68,9 @@ def make_job(directory: Path, name: str) -> JobConfig:
         run=RunConfig(name=name, directory=str(directory / name)), data=DataConfig(path=str(data)),
         model=ModelConfig(vocabulary=257, hidden=16, blocks=4, heads=2, feed_forward=32, dropout=0.1),
         mesh=MeshConfig(pipeline=2), pipeline=PipelineConfig(schedule="zb_h1", layers=(4, 2)),
-        train=TrainConfig(steps=STEPS, global_batch=4, sequence=32, lease=3), checkpoint=CheckpointConfig(interval=6, keep=None),
-        rebalance=RebalanceConfig(mode="off"), placement=PlacementConfig(device="cpu"))
+        train=TrainConfig(steps=STEPS, global_batch=4, sequence=32, lease=3),
+        checkpoint=CheckpointConfig(interval=6, keep=None), rebalance=RebalanceConfig(mode="off"),
+        placement=PlacementConfig(device="cpu"))
 
 
 def ask_until_heard(config: JobConfig, counts: str) -> None:

@@ -1,5 +1,6 @@
 """Moves as the driver does them: order of copy, commit and adopt, and what is true when a rank dies in between."""
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,14 +13,18 @@ from raytrain3d.gang.fleet import FleetFailed
 from raytrain3d.gang.rebalancer import Rebalancer, counts_of, parse_counts
 from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.plan import Plan, make_plan
+from raytrain3d.train.report import StepReport
 
 
-def plan(pipeline: int = 3, schedule: Any = "1f1b") -> Plan:
-    model = ModelConfig(vocabulary=16, hidden=8, blocks=6, heads=2, feed_forward=8)
-    return make_plan(JobConfig(run=RunConfig(name="r"), model=model, mesh=MeshConfig(pipeline=pipeline),
-                               pipeline=PipelineConfig(schedule=schedule, partition="uniform"),
-                               data=DataConfig(path="d"), rebalance=RebalanceConfig(mode="off"),
-                               train=TrainConfig(steps=1, global_batch=4, sequence=8)))
+def job(pipeline: int = 3, schedule: Any = "1f1b", mode: Any = "off") -> JobConfig:
+    return JobConfig(run=RunConfig(name="r"), data=DataConfig(path="d"), mesh=MeshConfig(pipeline=pipeline),
+                     model=ModelConfig(vocabulary=16, hidden=8, blocks=6, heads=2, feed_forward=8),
+                     pipeline=PipelineConfig(schedule=schedule, partition="uniform"), rebalance=RebalanceConfig(mode=mode),
+                     train=TrainConfig(steps=1000, global_batch=4, sequence=8))
+
+
+def plan() -> Plan:
+    return make_plan(job())
 
 
 @dataclass
@@ -30,6 +35,7 @@ class FakeFleet:
     placement: tuple[int, ...]
     fail_at: int | None = None
     log: list[str] = field(default_factory=list)
+    nodes: dict[int, str] = field(default_factory=lambda: {rank: f"node{rank}" for rank in range(8)})
 
     def _request(self, text: str) -> None:
         self.log.append(text)
@@ -60,15 +66,18 @@ class FakeJournal:
     def event(self, kind: str, step: int, text: str, **values: Any) -> None:
         self.events.append((kind, values))
 
+    note = event
 
-def start(of: Plan, fail_at: int | None = None) -> tuple[Rebalancer, FakeFleet, FakeJournal, list[Plan]]:
+
+def start(config: JobConfig, fail_at: int | None = None) -> tuple[Rebalancer, FakeFleet, FakeJournal, list[Plan]]:
+    of = make_plan(config)
     fleet = FakeFleet({rank: set(of.layers_of_rank(rank)) for rank in range(of.mesh.pipeline)}, of.placement, fail_at)
     journal, kept = FakeJournal(), []
-    return Rebalancer(of, fleet, journal, kept.append), fleet, journal, kept  # type: ignore[arg-type]
+    return Rebalancer(config, of, fleet, journal, kept.append), fleet, journal, kept  # type: ignore[arg-type]
 
 
 def test_every_shift_is_copied_then_committed_then_adopted() -> None:
-    rebalancer, fleet, journal, kept = start(plan())
+    rebalancer, fleet, journal, kept = start(job())
     assert counts_of(rebalancer.plan.stages) == "3,3,2"
     rebalancer.request("1,4,3")
     rebalancer.act(7)
@@ -83,7 +92,7 @@ def test_every_shift_is_copied_then_committed_then_adopted() -> None:
 
 @pytest.mark.parametrize("fail_at", range(6))
 def test_wherever_a_move_breaks_off_the_plan_names_a_holder_of_every_layer(fail_at: int) -> None:
-    rebalancer, fleet, _, kept = start(plan(), fail_at)
+    rebalancer, fleet, _, kept = start(job(), fail_at)
     rebalancer.request("1,4,3")
     with pytest.raises(FleetFailed):
         rebalancer.act(7)
@@ -93,7 +102,7 @@ def test_wherever_a_move_breaks_off_the_plan_names_a_holder_of_every_layer(fail_
 
 
 def test_stages_of_one_rank_exchange_layers_without_a_copy() -> None:
-    rebalancer, fleet, _, _ = start(plan(2, "zb_v"))
+    rebalancer, fleet, _, _ = start(job(2, "zb_v"))
     assert counts_of(rebalancer.plan.stages) == "2,2,2,2"
     rebalancer.request("2,1,3,2")
     rebalancer.act(1)
@@ -101,7 +110,7 @@ def test_stages_of_one_rank_exchange_layers_without_a_copy() -> None:
 
 
 def test_a_wish_that_cannot_be_is_refused_and_the_job_goes_on() -> None:
-    rebalancer, fleet, journal, _ = start(plan())
+    rebalancer, fleet, journal, _ = start(job())
     for wish in ("4,4", "a,b,c", "8,0,0", "3,3,3"):
         rebalancer.request(wish)
     rebalancer.act(3)
@@ -113,3 +122,47 @@ def test_counts_are_read_with_a_hint_of_what_is_valid() -> None:
     with pytest.raises(PlanError, match="2 numbers for 3 stages: write one for each, such as 3,3,2"):
         parse_counts("4,4", plan())
     assert parse_counts("1, 2, 5", plan()) == ((0, 1), (1, 3), (3, 8))
+
+
+def reports(of: Plan, step: int, slowdowns: dict[int, float]) -> list[StepReport]:
+    """A block takes 30 ms a step, the head as much as three; a step as long as the slowest rank needs."""
+    def layer(index: int, rank: int) -> float:
+        weight = {0: 0.0, of.num_layers - 1: 3.0}.get(index, 1.0)
+        return 0.01 * weight * slowdowns.get(rank, 1.0)
+
+    def report(rank: int, seconds: float) -> StepReport:
+        forward = {index: layer(index, rank) for index in of.layers_of_rank(rank)}
+        return StepReport(step=step, rank=rank, loss=1.0, tokens=1, gradient_norm=1.0, learning_rate=1.0, seconds=seconds,
+                          compute_s=seconds, data_wait_s=0.0, receive_wait_s=0.0, reduce_wait_s=0.0, commit_wait_s=0.0,
+                          optimizer_s=0.0, layer_forward_s=forward,
+                          layer_backward_s={index: 2 * time for index, time in forward.items()})
+
+    seconds = max(sum(3 * layer(index, rank) for index in of.layers_of_rank(rank)) for rank in range(of.mesh.pipeline))
+    return [report(rank, 1.5 * seconds) for rank in range(of.mesh.pipeline)]
+
+
+def train(rebalancer: Rebalancer, steps: range, slowdowns: dict[int, float]) -> None:
+    for step in steps:
+        rebalancer.watch(reports(rebalancer.plan, step, slowdowns))
+        if rebalancer.is_due(step):
+            time.sleep(0.2)  # for the thread that thinks; the ranks wait for a hundredth of it only
+            rebalancer.act(step)
+
+
+def test_layers_leave_a_heavy_head_and_come_back_from_a_slow_rank() -> None:
+    rebalancer, _, journal, _ = start(job(mode="on"))
+    train(rebalancer, range(1, 41), {})
+    assert counts_of(rebalancer.plan.stages) == "4,3,1"
+    train(rebalancer, range(41, 101), {0: 2.0})
+    assert rebalancer.plan.stages[0][1] < 4
+    kinds = [kind for kind, _ in journal.events]
+    assert "rebalance outcome" in kinds
+    (slow,) = [values for kind, values in journal.events if kind == "slow rank"]
+    assert (slow["rank"], slow["node"], round(slow["slowdown"])) == (0, "node0", 2)
+
+
+def test_advice_is_said_and_not_followed() -> None:
+    rebalancer, fleet, journal, _ = start(job(mode="advise"))
+    train(rebalancer, range(1, 41), {})
+    assert not fleet.log
+    assert "rebalance advice" in [kind for kind, _ in journal.events]
