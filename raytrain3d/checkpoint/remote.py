@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader, RawIOBase
 from typing import Any, TypeVar
 
 from pyarrow.fs import FileSelector, FileSystem, FileType
@@ -17,8 +18,9 @@ from raytrain3d.checkpoint.storage import PARTIAL, OpenFile, errors_named
 from raytrain3d.errors import CheckpointError
 
 T = TypeVar("T")
-WAITS_S = (0.2, 0.5, 1.0, 2.0)
-"""Between the tries of one request, beside what the filesystem's own client does."""
+WAITS_S = (0.5, 2.0)
+"""Between the tries of one request. Few, since clients of object stores try again by themselves, and a save that fails is
+tried again as a whole."""
 BLOCK_BYTES = 1 << 22
 
 
@@ -84,7 +86,8 @@ class RemoteFolder:
             if retried(lambda: self._filesystem.get_file_info(path)).type != FileType.File:
                 raise CheckpointError(f"{where} is missing")
             with retried(lambda: self._filesystem.open_input_file(path)) as file:
-                yield _RetryingFile(file)
+                # Small boxes lie side by side: one request for many.
+                yield BufferedReader(_RetryingFile(file), BLOCK_BYTES)
 
     def remove(self, name: str) -> None:
         with errors_named("delete", f"{self.path}/{name}"), suppress(FileNotFoundError):
@@ -96,24 +99,33 @@ class RemoteFolder:
                 self._filesystem.delete_dir(self._root)
 
     def _upload(self, local: str, name: str) -> None:
+        # An object store has no directories, and shows an object only when its upload is complete; others need a rename.
+        if self._filesystem.type_name in ("s3", "gcs"):
+            self._copy(local, f"{self._root}/{name}")
+            return
         self._filesystem.create_dir(self._root, recursive=True)
-        # An object store shows an object only when its upload is complete; others need a rename.
-        atomic = self._filesystem.type_name in ("s3", "gcs")
-        target = f"{self._root}/{name}" if atomic else f"{self._root}/.{name}{PARTIAL}"
+        self._copy(local, f"{self._root}/.{name}{PARTIAL}")
+        self._filesystem.move(f"{self._root}/.{name}{PARTIAL}", f"{self._root}/{name}")
+
+    def _copy(self, local: str, target: str) -> None:
         with open(local, "rb") as source, self._filesystem.open_output_stream(target) as sink:
             shutil.copyfileobj(source, sink, BLOCK_BYTES)
-        if not atomic:
-            self._filesystem.move(target, f"{self._root}/{name}")
 
 
-class _RetryingFile:
+class _RetryingFile(RawIOBase):
     def __init__(self, file: Any) -> None:
         self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         return int(self._file.seek(offset, whence))
 
-    def readinto(self, buffer: memoryview, /) -> int:
+    def readinto(self, buffer: Any, /) -> int:
         start = self._file.tell()
 
         def read() -> int:

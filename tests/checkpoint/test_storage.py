@@ -1,10 +1,14 @@
 """Paths and URIs as folders, and the probe that finds an unusable one before any step."""
 
 import os
+import tempfile
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from raytrain3d.checkpoint import remote
 from raytrain3d.checkpoint.remote import RemoteFolder
 from raytrain3d.checkpoint.storage import (
     Folder,
@@ -104,3 +108,49 @@ def test_uris(tmp_path: Path) -> None:
     assert join("s3://bucket/runs/?scheme=http", "one") == "s3://bucket/runs/one?scheme=http"
     assert join("/runs/a?b", "one") == "/runs/a?b/one"
     assert [is_absolute(x) for x in ("/a", "s3://b", "runs")] == [True, True, False]
+
+
+class Flaky:
+    """A filesystem whose methods fail as often as the test says, each time before they do anything."""
+
+    def __init__(self, root: Path) -> None:
+        from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
+        self._real = SubTreeFileSystem(str(root), LocalFileSystem())
+        self.failures: Counter[str] = Counter()
+        self.type_name = "flaky"
+
+    def __getattr__(self, name: str) -> Any:
+        def method(*arguments: Any, **keywords: Any) -> Any:
+            if self.failures[name] > 0:
+                self.failures[name] -= 1
+                raise OSError("connection reset")
+            return getattr(self._real, name)(*arguments, **keywords)
+        return method
+
+
+def test_a_request_that_fails_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "WAITS_S", (0.001, 0.001))
+    flaky = Flaky(tmp_path)
+    folder = RemoteFolder(flaky, "a")
+    flaky.failures.update(create_dir=1, open_output_stream=1, get_file_info=2, open_input_file=2)
+    _write(folder, "x", b"whole")
+    with folder.reading("x") as path:
+        assert Path(path).read_bytes() == b"whole"
+    flaky.failures.update(get_file_info=1, delete_file=2)
+    folder.remove("x")
+    assert folder.names() == [] and not flaky.failures.total()
+    flaky.failures.update(move=3)
+    with pytest.raises(CheckpointError, match=r"cannot write flaky:a/x: connection reset"):
+        _write(folder, "x", b"whole")
+
+
+def test_a_spool_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even while it is there, so a killed process leaves nothing either."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "spool"))
+    (tmp_path / "spool").mkdir()
+    folder = RemoteFolder(Flaky(tmp_path), "a")
+    with folder.writing("x") as path:
+        Path(path).write_bytes(b"1" * 1000)
+        assert os.listdir(tmp_path / "spool") == []
+    with folder.reading("x") as path:
+        assert Path(path).read_bytes() == b"1" * 1000 and os.listdir(tmp_path / "spool") == []
