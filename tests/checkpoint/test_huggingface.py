@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,15 @@ def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 def whole(checkpoint: Path) -> WholeModel:
     with Reader(str(checkpoint)) as reader:
         return WholeModel(reader, dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small are not worth two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

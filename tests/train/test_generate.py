@@ -1,6 +1,7 @@
 """Text from a checkpoint: the likeliest tokens are those of `transformers`, and what is drawn depends on the seed alone."""
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,15 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
 WORDS = {"<s>": 0, "</s>": 1, "one": 2, "two": 3, "three": 4, "<unk>": 5}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small are not worth two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
