@@ -27,7 +27,7 @@ from raytrain3d.plan.plan import make_plan
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LIVE = ("status", "stop")
+LIVE = ("status", "rebalance", "stop")
 SMALL = ["train.steps=2", "learning_rate.warmup=1", "evaluate.samples=4"]
 
 
@@ -152,7 +152,7 @@ def test_every_command_runs_in_full(place: Path, on_path: dict[str, str]) -> Non
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(900)
-def test_running_job_tells_its_status_stops_and_resumes(place: Path, on_path: dict[str, str]) -> None:
+def test_running_job_tells_its_status_moves_layers_stops_and_resumes(place: Path, on_path: dict[str, str]) -> None:
     def run(command: str) -> str:
         return subprocess.run(shlex.split(command), capture_output=True, text=True, env=on_path).stdout
 
@@ -160,6 +160,10 @@ def test_running_job_tells_its_status_stops_and_resumes(place: Path, on_path: di
              "data.text=[text/*.txt]"]
     with subprocess.Popen(train, env=on_path, stdout=subprocess.PIPE, text=True) as job:
         while "state     running" not in run("raytrain3d status quickstart"):
+            assert job.poll() is None
+            time.sleep(1)
+        assert "asked quickstart for stages of 4,2" in run("raytrain3d rebalance quickstart --layers 4,2")
+        while "asked for stages 4,2" not in Path("runs/quickstart/events.jsonl").read_text():
             assert job.poll() is None
             time.sleep(1)
         assert "asked quickstart to stop" in run("raytrain3d stop quickstart")

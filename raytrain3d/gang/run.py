@@ -79,6 +79,15 @@ class _Run:
     def make_plan(self) -> Plan:
         return make_plan(self.config, device=_device(self.config, self.launcher))
 
+    def resumed_plan(self, directory: RunDirectory) -> Plan:
+        """The plan, with the stages that an earlier run of the directory has come to, where layers may move at all."""
+        plan, pipeline = self.make_plan(), self.config.pipeline
+        kept = directory.kept_layers(plan) if self.config.rebalance.mode == "on" and pipeline.layers is None else None
+        if kept is None:
+            return plan
+        as_kept = replace(pipeline, chunks=plan.chunks, layers=kept)
+        return make_plan(replace(self.config, pipeline=as_kept), device=plan.device)
+
     def check_nodes(self, nodes: set[str]) -> None:
         check_shared(self.given_directory, nodes)
 
@@ -105,9 +114,10 @@ def _device(config: JobConfig, launcher: Launcher) -> str:
 
 def _train(run: _Run) -> int:
     config, progress = run.config, run.progress
-    plan, stop, directory = run.make_plan(), StopFlag(), RunDirectory(config)
-    progress.say(plan.table())
+    stop, directory = StopFlag(), RunDirectory(config)
     directory.probe()
+    plan = run.resumed_plan(directory)
+    progress.say(plan.table())
     with stop.on_signals(), _mailboxes(run.launcher, directory, config.run.name) as mailboxes:
         directory.claim(plan)
         records = Records(directory.local)

@@ -16,7 +16,7 @@ from raytrain3d.checkpoint.identity import check_same_run, global_shapes, plain_
 from raytrain3d.checkpoint.manifest import Manifest
 from raytrain3d.checkpoint.storage import is_absolute, join, open_folder, probe_directory
 from raytrain3d.config import JobConfig
-from raytrain3d.errors import CheckpointError, ConfigError
+from raytrain3d.errors import CheckpointError, ConfigError, PlanError
 from raytrain3d.load import dump, load
 from raytrain3d.plan.plan import Plan
 
@@ -90,6 +90,20 @@ class RunDirectory:
         with folder.writing(CONFIG) as path:
             Path(path).write_text(dump(self._config))
         self.keep_plan(plan)
+
+    def kept_layers(self, plan: Plan) -> tuple[int, ...] | None:
+        """Layers of each stage as an earlier run of this directory left them, if it had the same ranks and schedule."""
+        folder = open_folder(self.location)
+        if PLAN not in folder.names():
+            return None
+        with folder.reading(PLAN) as path:
+            try:
+                kept = Plan.from_json(Path(path).read_text())
+            except PlanError:
+                return None  # of another version
+        same = (kept.mesh, kept.schedule, kept.chunks, kept.num_layers) == (plan.mesh, plan.schedule, plan.chunks,
+                                                                            plan.num_layers)
+        return tuple(end - first for first, end in kept.stages) if same else None
 
     def keep_plan(self, plan: Plan) -> None:
         """Write plan.json, whole or not at all."""
