@@ -4,6 +4,7 @@ Contestants take turns, so that a slow minute of the machine hits all of them; a
 median of the ratios is what counts.
 """
 
+import math
 import multiprocessing
 import os
 import statistics
@@ -11,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,10 +30,12 @@ Span = tuple[float, float]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """90 % interval of the median, by order statistics (binomial)."""
+    """Narrowest interval between two values, equally far from both ends, that holds the median with at least 90 %: how
+    many of n values lie below it is binomial. Below 5 values the lowest and the highest, which hold it less often."""
     ordered, n = sorted(values), len(values)
-    reach = max(0, int((n - 1.645 * n**0.5) / 2))
-    return ordered[reach], ordered[n - 1 - reach]
+    at_most = accumulate(math.comb(n, below) / 2**n for below in range(n))
+    left_out = max(0, sum(2 * tail <= 0.1 for tail in at_most) - 1)
+    return ordered[left_out], ordered[n - 1 - left_out]
 
 
 def figure(key: str, values: Sequence[float]) -> dict[str, Any]:
@@ -42,6 +46,11 @@ def figure(key: str, values: Sequence[float]) -> dict[str, Any]:
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     """ours / theirs, round by round."""
     return [own / other for own, other in zip(ours, theirs, strict=True)]
+
+
+def means(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    """Of the two runs of a contestant that ran twice a round, round by round."""
+    return [statistics.mean(pair) for pair in zip(first, second, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

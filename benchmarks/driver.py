@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from common import figure, means, ratios
 
 from raytrain3d.config import (DataConfig, JobConfig, LearningRateConfig, MeshConfig, ModelConfig, PlacementConfig,
                                RunConfig, TrainConfig)
@@ -105,13 +106,6 @@ def figures(config: JobConfig) -> dict[str, float]:
     return {key: statistics.mean(one[key] for one in found) for key in found[0]}
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """90 % interval of the median, by order statistics (binomial)."""
-    ordered, n = sorted(values), len(values)
-    reach = max(0, int((n - 1.645 * n**0.5) / 2))
-    return ordered[reach], ordered[n - 1 - reach]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer pairs, under a minute")
@@ -134,14 +128,10 @@ def main() -> None:
 
 
 def summary(rows: list[tuple[dict[str, float], dict[str, float], dict[str, float]]]) -> dict[str, Any]:
-    ratios = [2 * on_ray["step_s"] / (plain["step_s"] + again["step_s"]) for plain, on_ray, again in rows]
-    against_itself = [again["step_s"] / plain["step_s"] for plain, _, again in rows]
-    low, high = interval(ratios)
-    self_low, self_high = interval(against_itself)
+    plain, on_ray, again = ([run["step_s"] for run in runs] for runs in zip(*rows, strict=True))
     return {
-        "ratio_vs_plain_processes": round(statistics.median(ratios), 4), "interval_90": [round(low, 4), round(high, 4)],
-        "plain_vs_itself": round(statistics.median(against_itself), 4),
-        "plain_vs_itself_interval_90": [round(self_low, 4), round(self_high, 4)],
+        **figure("ratio_vs_plain_processes", ratios(on_ray, means(plain, again))),
+        **figure("plain_vs_itself", ratios(again, plain)),
         "driver_share": round(statistics.median(row[1]["driver_share"] for row in rows), 5),
         "commit_wait_share": round(statistics.median(row[1]["commit_wait_share"] for row in rows), 4),
         "pairs": len(rows), "ranks": 2,

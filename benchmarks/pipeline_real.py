@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import deepspeed_pipeline
 import torch
-from common import Place, Span, figure, ratios, spawn, take_turns, wall_times
-from contestants import OurPipeline, TorchPipeline
+from common import Place, Span, figure, means, ratios, spawn, take_turns, wall_times
+from contestants import OurPipeline, TorchPipeline, summed_loss
 from language_model import FULL, QUICK, Model, Workload
+from plain_llama import PlainStage
 from profiles import Profile, profile, table
 from runtime import Runtime
 from torch import Tensor
@@ -59,11 +61,22 @@ def measure(place: Place, dtype: str, workload: Workload, rounds: int) -> Measur
     ours = {name: OurPipeline(runtime, model, programs_of(name), split, workload) for name in OURS}
     expected = {m: gradients_of(model, pipeline) for m, pipeline in peers.items()}
     off = max(difference(gradients_of(model, ours[name]), expected[m]) for name, (_, m) in OURS.items())
-    steps = take_turns({"torch m8": peers[8].step, **{name: pipeline.step for name, pipeline in ours.items()},
-                        "torch m4": peers[4].step, "torch m8 again": peers[8].step}, rounds, warmup=0)
+    contestants = {"torch m8": peers[8].step, **{name: pipeline.step for name, pipeline in ours.items()},
+                   "torch m4": peers[4].step, "torch m8 again": peers[8].step}
+    if deepspeed_pipeline.INSTALLED and dtype == "fp32":
+        contestants["deepspeed m8"] = deepspeed(place, workload).step
+    steps = take_turns(contestants, rounds)
     runs = {name: pipeline.runs[-rounds:] for name, pipeline in ours.items()}
     return Measured(steps=steps, off=off, op_seconds=[op_seconds(one) for one in runs["1f1b m8"]],
                     profiles={name: profile(steps[name], runs[name]) for name in ours})
+
+
+def deepspeed(place: Place, workload: Workload) -> deepspeed_pipeline.DeepSpeedPipeline:
+    """Over plain modules, since it drops gradient buffers that our linear layers need."""
+    config = workload.job()
+    layers = PlainStage(config, range(config.model.blocks + 2)).layers.values()
+    micro_batches = [part.split(workload.micro_batch) for part in workload.batch(8)]
+    return deepspeed_pipeline.DeepSpeedPipeline(place, list(layers), summed_loss, list(zip(*micro_batches, strict=True)))
 
 
 def programs_of(name: str) -> Programs:
@@ -95,7 +108,7 @@ def ideal_s(ops_by_rank: Sequence[Mapping[Op, float]]) -> float:
 
 def summary(ranks: Sequence[Measured], suffix: str) -> dict[str, Any]:
     walls = wall_times([rank.steps for rank in ranks])
-    peers = [statistics.mean(pair) for pair in zip(walls["torch m8"], walls["torch m8 again"], strict=True)]
+    peers = means(walls["torch m8"], walls["torch m8 again"])
     ideals = [ideal_s(step) for step in zip(*(rank.op_seconds for rank in ranks), strict=True)]
     return {
         **figure(f"ratio_1f1b_vs_torch{suffix}", ratios(walls["1f1b m8"], peers)),

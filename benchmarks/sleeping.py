@@ -34,16 +34,31 @@ def sleep(seconds: float) -> float:
 
 
 class _Sleep(Function):
+    """`weight` is there so that a first stage, whose input needs no gradient, has a backward too."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, spend: Sleep) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, spend: Sleep) -> Tensor:
         ctx.spend = spend
         spend(Kind.FORWARD)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         ctx.spend(Kind.BACKWARD_INPUT)
-        return grad, None
+        return grad.contiguous(), None, None  # of a sum it is expanded, which torch.distributed cannot receive
+
+
+class SleepingLayer(nn.Module):
+    """A layer whose backward is not split."""
+
+    def __init__(self, spend: Sleep) -> None:
+        super().__init__()
+        self._spend = spend
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: SHAPE -> SHAPE."""
+        return _Sleep.apply(x, self.weight, self._spend)
 
 
 class SleepingGradient(Tensor):
@@ -56,8 +71,8 @@ class SleepingGradient(Tensor):
         return self
 
 
-class SleepingLayer(nn.Module):
-    """A stage of one layer. `to_loss`: its output is a scalar."""
+class SplitSleepingLayer(nn.Module):
+    """A layer with a linear of ours, so that its weight gradient may come later. `to_loss`: its output is a scalar."""
 
     def __init__(self, spend: Sleep, *, to_loss: bool = False) -> None:
         super().__init__()
@@ -69,7 +84,7 @@ class SleepingLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: SHAPE -> SHAPE, or a scalar."""
-        y = linear(_Sleep.apply(x, self._spend), self.weight)
+        y = linear(_Sleep.apply(x, self.weight, self._spend), self.weight)
         return y.sum() if self._to_loss else y
 
 
@@ -81,7 +96,7 @@ class SleepingPipeline:
         self._program = rank_program(programs, runtime.rank)
         own = {op.stage for op in self._program.ops}
         last = programs.schedule.num_stages - 1
-        self._stages = {stage: Stage({stage: SleepingLayer(self._spend, to_loss=stage == last)}, is_first=stage == 0,
+        self._stages = {stage: Stage({stage: SplitSleepingLayer(self._spend, to_loss=stage == last)}, is_first=stage == 0,
                                      is_last=stage == last) for stage in own}
         self._run: PipelineRun | None = None
         self.slept: list[dict[Op, float]] = []
