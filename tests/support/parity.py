@@ -27,7 +27,7 @@ def keep_last_gradients(trainer: Trainer) -> None:
     def keeping(n: int, rate: float, agreed: Any) -> None:
         trainer.kept = [(piece.name, piece.rectangle, piece.tensor / agreed.tokens)  # type: ignore[attr-defined]
                         for state in trainer._holding.trained()
-                        for piece in state._buffer_pieces("gradient", state.own_gradient, state.own)]
+                        for piece in state._cut("gradient", state.own_gradient, state.own[0], state.own, state.layout.slots)]
         update(n, rate, agreed)
 
     trainer._update = keeping  # type: ignore[method-assign]
