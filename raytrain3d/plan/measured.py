@@ -172,8 +172,10 @@ class RankHistory:
         return min(off) > limit or max(off) < -limit
 
     def _forget(self) -> None:
-        """Everything before the last RECENT steps."""
+        """Everything before the last RECENT steps, and how far those were off: that was no noise."""
         self.former.clear()
+        for _ in range(RECENT):
+            self._deviations.pop()
         for kept in (self.samples, self._totals):
             while len(kept) > RECENT:
                 kept.popleft()
