@@ -5,7 +5,6 @@ checksum on the way. Reading takes a box a block at a time and touches only boxe
 (writing, reading, checksums) happens with the interpreter lock released.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,8 +20,8 @@ from raytrain3d.plan.params import Rectangle
 
 CODES = {"float32": "F32", "bfloat16": "BF16", "float64": "F64", "float16": "F16"}
 """Names of types in the format, by torch's."""
-BLOCK_BYTES = 1 << 24
-"""How much of a box is read at once, unless a single row is larger."""
+BLOCK_BYTES = 1 << 20
+"""How much of a box is read, verified and copied at once, unless a single row is larger: it stays in the cache."""
 _LENGTH_BYTES = 8
 
 
@@ -88,6 +87,7 @@ class ShardReader:
     def __init__(self, file: OpenFile, where: str, record: FileRecord) -> None:
         """Raises CheckpointError unless the file has the recorded size and header."""
         self._file, self._where = file, where
+        self._memory = memoryview(bytearray(BLOCK_BYTES))
         size = file.seek(0, 2)
         if size != record.size:
             raise CheckpointError(f"{where} has {size} bytes, its manifest says {record.size}: it was cut or changed")
@@ -118,15 +118,15 @@ class ShardReader:
         offset, shape = entry.rectangle.offset, entry.rectangle.shape
         row_bytes = math.prod(shape[1:]) * DTYPES[entry.dtype]
         step = max(1, BLOCK_BYTES // row_bytes)
-        memory = memoryview(bytearray(min(step, shape[0]) * row_bytes))
-        digest, at = hashlib.sha256(), entry.start
+        memory = self._memory if row_bytes <= BLOCK_BYTES else memoryview(bytearray(row_bytes))
+        found, at = checksum(b""), entry.start
         for first in range(0, shape[0], step):
             rows = Rectangle(offset=(offset[0] + first, *offset[1:]), shape=(min(step, shape[0] - first), *shape[1:]))
             block = memory[: rows.shape[0] * row_bytes]
-            digest.update(self._read(at, block))
+            found = checksum(self._read(at, block), found)
             at += len(block)
             yield rows, torch.frombuffer(block, dtype=getattr(torch, entry.dtype)).view(rows.shape)
-        if f"sha256:{digest.hexdigest()}" != entry.checksum:
+        if found != entry.checksum:
             self._damaged(f"the checksum of {entry.kind} of {entry.name}")
 
     def _read(self, start: int, target: memoryview) -> memoryview:
