@@ -10,6 +10,7 @@ from raytrain3d.errors import PlanError
 from raytrain3d.plan import balance
 from raytrain3d.plan.balance import best_shares, best_stages, slowest_stage_least
 from raytrain3d.plan.cost import LayerCost, op_cost, stage_cost
+from raytrain3d.plan.makespan import Compiled
 from raytrain3d.plan.moves import num_moves
 from raytrain3d.plan.partition import Stages, split_by_cost, split_evenly
 from raytrain3d.plan.program import programs_for
@@ -100,6 +101,14 @@ def test_128_layers_on_64_stages_within_ten_seconds() -> None:
     found = best_stages(workload, split_evenly(128, 64))
     assert time.process_time() - before < 10
     assert step_time(workload, found) <= step_time(workload, slowest_stage_least(workload)) * 1.001
+
+
+def test_almost_all_splits_are_ruled_out_without_a_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated, ends = [], Compiled.ends
+    monkeypatch.setattr(Compiled, "ends", lambda *arguments: simulated.append(1) or ends(*arguments))
+    draw = random.Random(3)
+    best_stages(pipeline([draw.uniform(0.5, 1.5) for _ in range(64)], 32))
+    assert len(simulated) < 150  # of thousands; 32 are for the straight paths
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -4,8 +4,9 @@ import pytest
 from schedules import NAMED
 
 from raytrain3d.plan.cost import LayerCost, op_cost
-from raytrain3d.plan.makespan import Compiled, compiled, stage_seconds, straight_paths
-from raytrain3d.plan.program import programs_for
+from raytrain3d.plan.makespan import Compiled, compile_programs, compiled, stage_seconds, straight_paths
+from raytrain3d.plan.program import lower, programs_for
+from raytrain3d.plan.schedule import Kind, Op, Schedule
 from raytrain3d.plan.simulate import simulate
 
 
@@ -48,3 +49,15 @@ def test_a_straight_path_has_all_ops_of_its_rank() -> None:
     program: Compiled = compiled("1f1b", 3, 5)
     assert [path.length(seconds, 0.5) for path in straight_paths("1f1b", 3, 5)] == [15.0, 19.0, 23.0]
     assert program.makespan(seconds, 0.5) >= 23.0
+
+
+def test_an_op_that_comes_after_two_receives_waits_for_both() -> None:
+    """Rank 1 begins with the micro-batch that is sent last; the one sent before is received before."""
+    forwards = tuple(tuple(Op(Kind.FORWARD, stage, micro_batch) for micro_batch in order)
+                     for stage, order in enumerate(((0, 1), (1, 0))))
+    programs = lower(Schedule(name="crossed", num_micro_batches=2, placement=(0, 1), ops=forwards))
+    costs = random_costs(random.Random(1), 2)
+    expected = simulate(programs, lambda op: op_cost(op, costs), hop_s=0.1).makespan
+    program = compile_programs(programs)
+    assert len(program.costs) == 5
+    assert program.makespan(seconds_of(costs), 0.1) == expected

@@ -102,6 +102,14 @@ def test_noise_is_the_standard_error() -> None:
     assert min(found) > 0.01
 
 
+def test_a_rank_whose_steps_agree_by_chance_counts_as_noisy_as_the_others() -> None:
+    held, draw = {0: (0,), 1: (1,), 2: (2, 3)}, random.Random(1)
+    noisy = [(draw.gauss(1.0, 0.1), draw.gauss(1.0, 0.1)) for _ in range(40 + RECENT)]
+    before = measure([(*factors, 1.0) for factors in noisy[:40]], held, Mesh(pipeline=3))
+    usual = estimate(before).noise
+    assert estimate(measure([(*factors, 2.0) for factors in noisy[40:]], held, into=before)).noise > 1.2 * usual
+
+
 def test_noise_after_a_change_is_that_of_few_steps() -> None:
     draw = random.Random(1)
     steps = [(draw.gauss(1.0, 0.02), draw.gauss(1.0, 0.02)) for _ in range(40)]

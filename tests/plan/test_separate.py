@@ -64,6 +64,13 @@ def test_a_lone_block_known_from_another_rank() -> None:
     assert forwards(known)[3] == 2.0
 
 
+def test_what_is_known_of_a_block_is_its_cost_not_its_time() -> None:
+    """It took 3 on a rank of slowdown 1.5, and takes 4 where it is alone."""
+    found = separated({(0, 0): {1: 1.0, 2: 1.0}, (0, 1): {4: 1.5, 5: 1.5}, (0, 2): {3: 4.0}, (0, 3): {6: 1.0, 7: 1.0}},
+                      {(0, 1): {3: 3.0}})
+    assert found.slowdowns[0, 2] == pytest.approx(2.0)
+
+
 def test_a_rank_that_gave_its_blocks_away_is_as_slow_as_before() -> None:
     now = {(0, 0): {1: 1.0, 2: 1.0}, (0, 1): {3: 1.0, 4: 1.0}, (0, 2): {9: 6.0}}
     assert forwards(separated(now))[9] == 6.0
