@@ -78,7 +78,7 @@ class Compiled:
         return Path(counts=tuple(counts.items()), num_hops=num_hops)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def compiled(schedule: str, num_ranks: int, num_micro_batches: int, chunks: int = 1) -> Compiled:
     """The program of a named schedule."""
     return compile_programs(programs_for(schedule, num_ranks, num_micro_batches, chunks))
@@ -116,7 +116,7 @@ def _sent(receive: Op) -> tuple[bool, int, int]:
     return forward, receive.stage + (-1 if forward else 1), receive.micro_batch
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def straight_paths(schedule: str, num_ranks: int, num_micro_batches: int, chunks: int = 1) -> tuple[Path, ...]:
     """By rank: what is critical when that rank is by far the slowest. To it, through its ops, and back."""
     program = compiled(schedule, num_ranks, num_micro_batches, chunks)

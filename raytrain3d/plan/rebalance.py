@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from raytrain3d.config import RebalanceConfig
+from raytrain3d.errors import PlanError
 from raytrain3d.plan.balance import best_shares, best_stages
 from raytrain3d.plan.cost import stage_cost
 from raytrain3d.plan.moves import moves
@@ -130,7 +131,10 @@ def decide(now: Situation, history: Sequence[PastMove], cost: MoveCost, config: 
     def benefit_s(split: Split) -> float:
         return (now.step_s - now.step_s_of(split)) * steps - cost.seconds(now.workload, now.split, split)
 
-    others = [split for split in _candidates(now, fixed_shares) if split != now.split]
+    try:
+        others = [split for split in _candidates(now, fixed_shares) if split != now.split]
+    except PlanError as error:  # by the estimate of memory not even the present split fits
+        return Keep(reason=str(error))
     if not others:
         return Keep(reason=f"stages {_counts(now.stages)} are best")
     best = max(others, key=benefit_s)

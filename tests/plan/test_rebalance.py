@@ -103,6 +103,12 @@ def test_a_move_must_repay_itself(steps_left: int, horizon: int, moves: bool) ->
     assert moves or decision.reason.endswith("not done: it takes 6 s, not won back in 20 steps")
 
 
+def test_a_job_that_fits_nowhere_by_estimate_goes_on_as_it_is() -> None:
+    workload = replace(HEAVY_HEAD.workload, excess=lambda stages: 2**30)
+    kept = reason(decide(replace(HEAVY_HEAD, workload=workload), (), FREE, CONFIG))
+    assert kept == "no split of 18 layers over 4 stages fits: ranks lack at least 1.00 GiB of memory"
+
+
 def test_cost_of_a_move() -> None:
     """Layers 4, 8, 9, 12, 13, 14 cross one border each; between stages on one rank nothing is sent."""
     cost = MoveCost(layer_bytes=tuple(range(18)), bytes_per_s=10.0, shift_s=0.5)
