@@ -35,6 +35,7 @@ class Advisor:
     def __init__(self, config: JobConfig, plan: Plan) -> None:
         self._config, self._spec = config, model_spec(config.model, config.train, plan.mesh.tensor)
         self._measured = Measured(plan.mesh, layer_costs(config, self._spec))
+        self._senders = plan.mesh.data * plan.mesh.tensor
         self._history: list[PastMove] = []
         self._considered: Situation | None = None
         self._pending: Future[Keep | Move | Revert] | None = None
@@ -77,7 +78,9 @@ class Advisor:
         assert self._considered is not None
         self._history.append(PastMove(before=self._considered, decision=decision))
         if num_bytes:
-            self._cost = replace(self._cost, shift_s=seconds / shifts)  # of layers like these, their bytes included
+            # All replicas and tensor ranks send at once, each its part.
+            sending_s = num_bytes / self._senders / self._cost.bytes_per_s
+            self._cost = replace(self._cost, shift_s=max(0.0, seconds - sending_s) / shifts)
 
     @property
     def last_gain(self) -> tuple[float, float] | None:
