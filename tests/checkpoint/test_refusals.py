@@ -1,6 +1,5 @@
 """Every checkpoint that cannot be loaded says which file or parameter is wrong and why."""
 
-import ast
 import hashlib
 import json
 import os
@@ -12,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from raytrain3d.checkpoint import store
 from raytrain3d.checkpoint.identity import check_same_run
 from raytrain3d.checkpoint.manifest import MANIFEST, Manifest
 from raytrain3d.checkpoint.store import damage, read_into, read_manifest
-from raytrain3d.errors import CheckpointError
 from raytrain3d.plan.params import Rectangle
 
 
@@ -195,35 +192,8 @@ def test_a_manifest_survives_its_text(saved: str) -> None:
     assert Manifest.from_json(manifest.to_json(), "x") == manifest
 
 
-def test_mutated_manifests_are_refused_or_equal(saved: str) -> None:
-    good, original = Path(saved, MANIFEST).read_bytes(), read_manifest(saved)
-    rng, refused = random.Random(5), 0
-    for _ in range(60):
-        data = bytearray(good)
-        for _ in range(rng.randint(1, 3)):
-            at = rng.randrange(len(data))
-            data[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
-        Path(saved, MANIFEST).write_bytes(data)
-        try:
-            assert read_manifest(saved) == original
-        except CheckpointError as error:
-            assert MANIFEST in str(error)
-            refused += 1
-    assert refused >= 50
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000, '{"format": 2}', '{"format": 2' + "0" * 5000 + "}",
                                   '{"format": true}'])
 def test_what_is_no_manifest_at_all(saved: str, refusal: Any, text: str) -> None:
     Path(saved, MANIFEST).write_text(text)
     assert f"{saved}/{MANIFEST} is not a valid manifest" in refusal(lambda: read_manifest(saved))
-
-
-def test_nothing_read_from_disk_can_run_code() -> None:
-    forbidden = {"pickle", "marshal", "shelve", "eval", "exec", "load"}
-    for source in Path(store.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(source.read_text())):
-            names = {alias.name for alias in node.names} if isinstance(node, ast.Import | ast.ImportFrom) else set()
-            names |= {node.id} if isinstance(node, ast.Name) else set()
-            names |= {node.attr} if isinstance(node, ast.Attribute) else set()
-            assert not names & forbidden, f"{source.name} uses {names & forbidden}"
