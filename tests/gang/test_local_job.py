@@ -149,7 +149,7 @@ def test_a_signal_ends_all_ranks_after_the_same_step_and_saves(tmp_path: Path, n
         driver.wait_for("step 1/")
         ranks = driver.ranks()
         driver.process.send_signal(number)
-        assert driver.process.wait(10) == code
+        assert driver.process.wait(40) == code
         assert not any(rank.is_running() for rank in ranks)
         saved = steps(str(Path(config.run.directory) / "job"))
         assert len(saved) == 1 and lines(config, "metrics.jsonl")[-1]["step"] == saved[0]
@@ -178,7 +178,7 @@ def test_the_mailbox_stops_a_job_and_keeps_its_name(tmp_path: Path) -> None:
             run(config)
         status = ask_socket(directory, "stop")
         assert status is not None and status.state == "running" and status.num_steps == 10_000
-        assert driver.process.wait(10) == 0
+        assert driver.process.wait(40) == 0
         assert "raytrain3d stop: all ranks left after step" in driver.output
 
 
