@@ -11,13 +11,13 @@ from torch.distributed import PrefixStore
 from raytrain3d.model.functional import put_off
 from raytrain3d.parallel.channels import Buffers, Mail
 from raytrain3d.parallel.clock import HostClock
-from raytrain3d.parallel.groups import Groups, Link, join_store
+from raytrain3d.parallel.groups import Group, Groups, Link, join_store
 from raytrain3d.parallel.pipeline import Feed, PipelineRun, Stage
 from raytrain3d.plan.mesh import Mesh
 from raytrain3d.plan.program import Channel
 from raytrain3d.plan.rank_program import RankProgram
 
-PINGS = 200
+PINGS, PAUSE_S = 50, 0.010
 
 
 class Runtime:
@@ -44,19 +44,23 @@ class Runtime:
                            clock=HostClock())
 
     def hop_s(self) -> float | None:
-        """Seconds of one message, half a round trip between ranks 0 and 1; None on the other ranks."""
+        """Seconds of one message to a rank that has waited for it: half a round trip from rank 0 to rank 1 and back, after
+        a pause. None on the other ranks, which call it too."""
         if self.rank > 1:
             return None
         forth = self._groups.channels[Channel(sender=0, receiver=1, forward=True)]
         back = self._groups.channels[Channel(sender=1, receiver=0, forward=False)]
-        tensor, times = self._message, []
-        for _ in range(PINGS):
-            start = time.perf_counter()
-            if self.rank == 0:
-                forth.send(tensor, 1).wait()
-                back.receive(tensor, 0).wait()
-            else:
-                forth.receive(tensor, 0).wait()
-                back.send(tensor, 1).wait()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times) / 2
+        times = [self._ping(forth, back) if self.rank == 0 else self._answer(forth, back) for _ in range(PINGS)]
+        return statistics.median(times) / 2 if self.rank == 0 else None
+
+    def _ping(self, forth: Group, back: Group) -> float:
+        time.sleep(PAUSE_S)
+        start = time.perf_counter()
+        forth.send(self._message, 1).wait()
+        back.receive(self._message, 0).wait()
+        return time.perf_counter() - start
+
+    def _answer(self, forth: Group, back: Group) -> float:
+        forth.receive(self._message, 0).wait()
+        back.send(self._message, 1).wait()
+        return 0.0

@@ -49,22 +49,24 @@ class _Sleep(Function):
 
 
 class SleepingLayer(nn.Module):
-    """A layer whose backward is not split."""
+    """A layer whose backward is not split. `to_loss`: its output is a scalar."""
 
-    def __init__(self, spend: Sleep) -> None:
+    def __init__(self, spend: Sleep, *, to_loss: bool = False) -> None:
         super().__init__()
-        self._spend = spend
+        self._spend, self._to_loss = spend, to_loss
         self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: SHAPE -> SHAPE."""
-        return _Sleep.apply(x, self.weight, self._spend)
+        """x: SHAPE -> SHAPE, or a scalar."""
+        y = _Sleep.apply(x, self.weight, self._spend)
+        return y.sum() if self._to_loss else y
 
 
 class SleepingGradient(Tensor):
     """A gradient buffer into which a weight gradient is not added but slept."""
 
     spend: Sleep
+    __torch_function__ = torch._C._disabled_torch_function_impl  # only the method below is ours
 
     def addmm_(self, *factors: Tensor, **_: Any) -> Tensor:
         self.spend(Kind.BACKWARD_WEIGHT)
@@ -96,7 +98,9 @@ class SleepingPipeline:
         self._program = rank_program(programs, runtime.rank)
         own = {op.stage for op in self._program.ops}
         last = programs.schedule.num_stages - 1
-        self._stages = {stage: Stage({stage: SplitSleepingLayer(self._spend, to_loss=stage == last)}, is_first=stage == 0,
+        split = any(op.kind is Kind.BACKWARD_WEIGHT for op in self._program.ops)
+        layer = SplitSleepingLayer if split else SleepingLayer
+        self._stages = {stage: Stage({stage: layer(self._spend, to_loss=stage == last)}, is_first=stage == 0,
                                      is_last=stage == last) for stage in own}
         self._run: PipelineRun | None = None
         self.slept: list[dict[Op, float]] = []
