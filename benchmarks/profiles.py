@@ -12,7 +12,7 @@ from raytrain3d.plan.program import RECEIVES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """Medians over steps on one rank, in seconds; `ops` counts compute ops of a step."""
+    """Means over steps on one rank, in seconds; `ops` counts compute ops of a step."""
 
     wall: float
     compute: float
@@ -32,9 +32,9 @@ class Profile:
 def profile(steps: Sequence[Span], runs: Sequence[PipelineRun]) -> Profile:
     """steps, runs: of the same steps, in order."""
     found = [_profile(end - start, run) for (start, end), run in zip(steps, runs, strict=True)]
-    medians = {name: statistics.median(getattr(one, name) for one in found)
-               for name in ("wall", "compute", "around", "receive")}
-    return Profile(**medians, ops=found[0].ops)
+    means = {name: statistics.mean(getattr(one, name) for one in found)
+             for name in ("wall", "compute", "around", "receive")}
+    return Profile(**means, ops=found[0].ops)
 
 
 def _profile(wall: float, run: PipelineRun) -> Profile:
