@@ -7,7 +7,10 @@ checksum on the way. Reading takes a box a block at a time and touches only boxe
 
 import json
 import math
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from io import BufferedWriter
 from typing import Any
 
 import torch
@@ -22,6 +25,8 @@ CODES = {"float32": "F32", "bfloat16": "BF16", "float64": "F64", "float16": "F16
 """Names of types in the format, by torch's."""
 BLOCK_BYTES = 1 << 20
 """How much of a box is read, verified and copied at once, unless a single row is larger: it stays in the cache."""
+WRITTEN_BYTES = 1 << 23
+"""How much is written at once."""
 _LENGTH_BYTES = 8
 
 
@@ -31,9 +36,9 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def write_file(path: str, name: str, pieces: Sequence[Piece],
-               before_each: Callable[[], None] = lambda: None) -> tuple[FileRecord, tuple[Entry, ...]]:
-    """Writes `pieces` to `path`, to be known as `name`. An OSError passes through, and so does what `before_each` piece
-    raises."""
+               before_block: Callable[[], None] = lambda: None) -> tuple[FileRecord, tuple[Entry, ...]]:
+    """Writes `pieces` to `path`, to be known as `name`. An OSError passes through, and so does what `before_block` raises.
+    """
     # Wider elements first: with no gaps allowed in the format, this keeps every tensor aligned.
     ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())
     head = _header(ordered)
@@ -41,13 +46,31 @@ def write_file(path: str, name: str, pieces: Sequence[Piece],
     with open(path, "wb") as file:
         file.write(head)
         for piece in ordered:
-            before_each()
-            data = tensor_bytes(piece.tensor)
+            start = file.tell()
+            found = _write(file, tensor_bytes(piece.tensor), before_block)
             entries.append(Entry(name=piece.name, kind=piece.kind, rectangle=piece.rectangle,
-                                 dtype=dtype_name(piece.tensor), file=name, start=file.tell(), checksum=checksum(data)))
-            file.write(data)
+                                 dtype=dtype_name(piece.tensor), file=name, start=start, checksum=found))
         size = file.tell()
     return FileRecord(name=name, size=size, header_checksum=checksum(head)), tuple(entries)
+
+
+def _write(file: BufferedWriter, data: memoryview, before_block: Callable[[], None]) -> str:
+    """Its checksum."""
+    found = checksum(b"")
+    for first in range(0, len(data), WRITTEN_BYTES):
+        before_block()
+        block = data[first : first + WRITTEN_BYTES]
+        found = checksum(block, found)
+        file.write(block)
+        _pass_on(file, len(block))
+    return found
+
+
+def _pass_on(file: BufferedWriter, num_bytes: int) -> None:
+    """The last bytes written go to the disk now, in this thread and at its priority, and leave the page cache, where they
+    would push out what training reads. Where the system cannot be told so, it decides itself."""
+    if sys.platform == "linux":
+        os.posix_fadvise(file.fileno(), file.tell() - num_bytes, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def _header(pieces: Sequence[Piece]) -> bytes:

@@ -37,7 +37,7 @@ class HostMemory:
         return copies
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Give the memory back, once nothing looks into it any more."""
         self._unlock()
         self._block = torch.empty(0, dtype=torch.uint8)
 

@@ -30,11 +30,11 @@ def step_directory(run_directory: str, step: int) -> str:
 
 
 def write_shard(directory: str | Folder, rank: int, pieces: Sequence[Piece], *, step: int,
-                skipped_steps: Sequence[int] = (), before_each: Callable[[], None] = lambda: None) -> Receipt:
+                skipped_steps: Sequence[int] = (), before_block: Callable[[], None] = lambda: None) -> Receipt:
     """Rank side: writes `pieces` (empty ones left out) durably and returns what the driver needs to commit.
 
     Pieces of one rank must not overlap. Raises CheckpointError naming the file when it cannot be written, or when
-    `directory` already is a checkpoint. What `before_each` piece raises ends the writing and passes through.
+    `directory` already is a checkpoint. What `before_block` raises ends the writing and passes through.
     """
     folder = open_folder(directory)
     if MANIFEST in folder.names():
@@ -48,7 +48,7 @@ def write_shard(directory: str | Folder, rank: int, pieces: Sequence[Piece], *, 
         return Receipt(rank=rank, step=step, skipped_steps=skipped, file=None, entries=())
     name = f"rank-{rank:04d}.safetensors"
     with folder.writing(name) as path:
-        file, entries = write_file(path, name, pieces, before_each)
+        file, entries = write_file(path, name, pieces, before_block)
     return Receipt(rank=rank, step=step, skipped_steps=skipped, file=file, entries=entries)
 
 

@@ -1,7 +1,8 @@
 """Writes the shards of one rank, one after another, in a thread of its own.
 
 A shard that cannot be written is tried again until it is written or called off: a full disk or a store that is away must
-not end a run. Beside training the thread has the lowest priority, so that it takes what the training leaves.
+not end a run. Beside training the thread has the lowest priority, and where the training needs the same cores it also rests
+in between, since a priority is only good against threads of the same process group.
 """
 
 import logging
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 """Before a shard is tried again; each wait is twice as long as the one before."""
 LOWEST_PRIORITY = 19
+SHARE_OF_CORE = 0.1
+"""Most that writing takes of a core on which a rank computes."""
 
 
 class _CalledOff(Exception):
@@ -31,18 +34,24 @@ class _CalledOff(Exception):
 class ShardWriter:
     """At most one shard at a time."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, share: float = 1.0) -> None:
+        """share: of a core, that writing behind the training may take."""
+        self._rank, self._share = rank, share
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._progress: SaveProgress | None = None
-        self._called_off = threading.Event()
+        self._called_off, self._in_haste = threading.Event(), threading.Event()
+        self._rested = 0.0
+        """Processor time of the thread when it last rested."""
 
     def start(self, directory: str, step: int, pieces: Sequence[Piece], *, behind: bool) -> None:
         """Begin to write `pieces`, whose values must stay as they are until the receipt is there. behind: training goes on
         meanwhile."""
         self.call_off()
         self._called_off.clear()
+        self._in_haste.clear()
+        if not behind:
+            self.hurry()
         self._set(step, 0.0)
         self._thread = threading.Thread(target=self._run, args=(directory, step, pieces, behind), name="save",
                                         daemon=True)
@@ -55,9 +64,13 @@ class ShardWriter:
             assert self._progress is not None, "start() comes first"
             return self._progress
 
+    def hurry(self) -> None:
+        """Nothing trains meanwhile: take a whole core."""
+        self._in_haste.set()
+
     def call_off(self) -> None:
         """Leave a shard that is not written yet; returns when nothing is written any more."""
-        self._called_off.set()
+        self.close()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -65,12 +78,13 @@ class ShardWriter:
     def close(self) -> None:
         """Leave a shard that is not written yet, without waiting for the storage."""
         self._called_off.set()
+        self.hurry()
 
     def _run(self, directory: str, step: int, pieces: Sequence[Piece], behind: bool) -> None:
         torch.set_num_threads(1)
         if behind:
             _lower_priority()
-        start, failures = time.perf_counter(), 0
+        start, failures, self._rested = time.perf_counter(), 0, time.thread_time()
         while not self._called_off.is_set():
             error = self._try(directory, step, pieces, start, failures)
             if error is None:
@@ -83,7 +97,7 @@ class ShardWriter:
     def _try(self, directory: str, step: int, pieces: Sequence[Piece], start: float, failures: int) -> str | None:
         """Why it failed, if it did."""
         try:
-            receipt = write_shard(directory, self._rank, pieces, step=step, before_each=self._check)
+            receipt = write_shard(directory, self._rank, pieces, step=step, before_block=self._give_way)
         except _CalledOff:
             return None
         except Exception as error:  # noqa: BLE001 - a thread has nobody to raise to, and the driver must hear of it
@@ -91,7 +105,12 @@ class ShardWriter:
         self._set(step, time.perf_counter() - start, failures=failures, receipt=receipt)
         return None
 
-    def _check(self) -> None:
+    def _give_way(self) -> None:
+        """Before every block: rest in proportion to what was computed since the last rest."""
+        if not self._in_haste.is_set():
+            worked = time.thread_time() - self._rested
+            self._in_haste.wait(worked * (1 / self._share - 1))
+            self._rested = time.thread_time()
         if self._called_off.is_set():
             raise _CalledOff
 

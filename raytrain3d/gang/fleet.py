@@ -148,6 +148,11 @@ class Fleet:
                 return None
         return self._all("saving", futures, self._limits.storage_s)
 
+    def hurry_save(self) -> None:
+        """Nothing trains until it is written."""
+        for handle in self._ranks:
+            handle.ask(RankWorker.hurry_save)
+
     def call_off_save(self) -> None:
         """No rank writes any more when this returns."""
         futures = {handle.rank: handle.call(RankWorker.call_off_save) for handle in self._ranks}

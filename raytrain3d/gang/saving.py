@@ -128,6 +128,8 @@ class Saver:
     def _wait_until(self, enough: Callable[[_Save], bool]) -> None:
         """Until no save is under way, or `enough` of the one that is."""
         wait_s = 0.01
+        if self._save is not None:
+            self._fleet.hurry_save()
         while self._save is not None and not enough(self._save):
             self.poll()
             if self._save is not None:

@@ -225,6 +225,10 @@ class RankWorker:
         """Of the save begun last."""
         return self._connected.save_progress()
 
+    def hurry_save(self) -> None:
+        """The driver waits for the save begun last."""
+        self._connected.hurry_save()
+
     def request_stop(self) -> None:
         """All ranks leave their lease after the same step, the next one that commits."""
         trainer = self._trainer

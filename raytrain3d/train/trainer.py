@@ -15,7 +15,7 @@ from raytrain3d.checkpoint.progress import SaveProgress, SaveStart
 from raytrain3d.checkpoint.reader import Reader
 from raytrain3d.checkpoint.snapshot import HostMemory
 from raytrain3d.checkpoint.store import read_into
-from raytrain3d.checkpoint.writer import ShardWriter
+from raytrain3d.checkpoint.writer import SHARE_OF_CORE, ShardWriter
 from raytrain3d.config import JobConfig
 from raytrain3d.data.loader import Loader, MicroBatch
 from raytrain3d.model.dropout import DropoutKeys
@@ -57,7 +57,8 @@ class Trainer:
                                 DTYPES[config.train.dtype], self._device)
         self._groups: Groups | None = None
         self._run: PipelineRun | None = None
-        self._snapshots, self._writer = HostMemory(), ShardWriter(rank)
+        self._snapshots = HostMemory()
+        self._writer = ShardWriter(rank, share=SHARE_OF_CORE if self._device.type == "cpu" else 1.0)
         self._stop_asked = False
 
     @property
@@ -129,6 +130,10 @@ class Trainer:
         """Of the save begun last; from any thread."""
         return self._writer.progress
 
+    def hurry_save(self) -> None:
+        """From any thread: nothing trains until it is written."""
+        self._writer.hurry()
+
     def call_off_save(self) -> None:
         """Leave a shard that is not written yet. Returns when nothing is written any more."""
         self._writer.call_off()
@@ -172,6 +177,7 @@ class Trainer:
         """Stop reading ahead and drop all groups, which wakes neighbours that wait on this rank."""
         self._run = None
         self._writer.close()
+        self._snapshots.close()
         self._loader.close()
         if self._groups is not None:
             self._groups.close()

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,13 @@ import pytest
 import torch
 
 from raytrain3d.checkpoint import writer
+from raytrain3d.checkpoint.layout import Piece
+from raytrain3d.checkpoint.shard import WRITTEN_BYTES
 from raytrain3d.checkpoint.snapshot import HostMemory
 from raytrain3d.checkpoint.store import clean, commit, damage, prune, read_into, read_manifest, step_directory, steps
 from raytrain3d.checkpoint.writer import ShardWriter
 from raytrain3d.errors import CheckpointError
+from raytrain3d.plan.params import Rectangle
 
 KILLS = 20
 
@@ -147,6 +151,39 @@ def test_a_manifest_that_cannot_be_written_makes_no_checkpoint(tmp_path: Path, c
     assert steps(str(tmp_path)) == [] and clean(str(tmp_path)) == [3]
 
 
+class Rests(threading.Event):
+    """Instead of resting it notes for how long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds.append(timeout or 0.0)
+        return False
+
+
+def test_writing_behind_the_training_rests_until_it_is_in_haste(tmp_path: Path) -> None:
+    size = 3 * WRITTEN_BYTES // 4
+    piece = Piece(name="a", kind="weight", rectangle=Rectangle(offset=(0,), shape=(size,)), tensor=torch.zeros(size))
+    shard_writer = ShardWriter(0, share=0.05)
+    shard_writer._in_haste = rests = Rests()
+
+    def write(step: int, *, behind: bool) -> None:
+        rests.seconds.clear()
+        shard_writer.start(str(tmp_path / f"step-{step}"), step, [piece], behind=behind)
+        while shard_writer.progress.receipt is None:
+            time.sleep(0.002)
+
+    start = time.process_time()
+    write(1, behind=True)
+    used = time.process_time() - start
+    assert len(rests.seconds) == 3 and 0 < sum(rests.seconds) <= 19 * used
+    assert min(rests.seconds[1:]) > 19 * 0.0005, "checksum and copy of 8 MiB take more than half a millisecond"
+    write(2, behind=False)
+    assert rests.seconds == []
+
+
 def test_a_save_that_is_called_off_ends_at_the_next_piece(tmp_path: Path, checkpoints: Any,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     config = checkpoints.config()
@@ -157,9 +194,9 @@ def test_a_save_that_is_called_off_ends_at_the_next_piece(tmp_path: Path, checkp
     def slow(self: ShardWriter) -> None:
         reached.append(1)
         time.sleep(0.02)
-        check(self)
-    check = ShardWriter._check
-    monkeypatch.setattr(ShardWriter, "_check", slow)
+        give_way(self)
+    give_way = ShardWriter._give_way
+    monkeypatch.setattr(ShardWriter, "_give_way", slow)
     shard_writer.start(str(tmp_path / "step"), 1, rank.pieces, behind=True)
     while not reached:
         time.sleep(0.001)

@@ -31,6 +31,7 @@ class FakeFleet:
     """(ranks that have written, tries of rank 1 that failed)"""
     began: list[tuple[int, bool]] = field(default_factory=list)
     called_off: int = 0
+    hurried: int = 0
 
     def save(self, directory: str, step: int, *, behind: bool) -> list[SaveStart]:
         self.began.append((step, behind))
@@ -41,6 +42,9 @@ class FakeFleet:
         step = self.began[-1][0]
         return [SaveProgress(step=step, seconds=2.0, failures=failures * rank, error="no room" if rank else None,
                              receipt=_receipt(rank, step) if rank < written else None) for rank in range(2)]
+
+    def hurry_save(self) -> None:
+        self.hurried += 1
 
     def call_off_save(self) -> None:
         self.called_off += 1
@@ -113,6 +117,7 @@ def test_the_next_save_waits_or_is_skipped(make_driver: Callable[..., Driver]) -
     waiting.saver.begin(10)
     waiting.saver.begin(20)
     assert waiting.fleet.began == [(10, True), (20, True)] and waiting.commits == [(10, None)]
+    assert waiting.fleet.hurried == 1, "what is waited for need not spare the training"
     skipping = make_driver(slow, when_busy="skip")
     skipping.saver.begin(10)
     skipping.saver.begin(20)

@@ -96,6 +96,10 @@ class FakeTrainer:
         receipt = Receipt(rank=self._rank, step=self._saving, skipped_steps=(), file=None, entries=())
         return SaveProgress(step=self._saving, receipt=receipt, seconds=0.0, failures=0, error=None)
 
+    def hurry_save(self) -> None:
+        if self._writer is not None:
+            self._writer.hurry()
+
     def call_off_save(self) -> None:
         if self._writer is not None:
             self._writer.call_off()
