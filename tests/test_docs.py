@@ -71,6 +71,8 @@ def test_command_is_understood(command: str, place: Path, monkeypatch: pytest.Mo
     if arguments[0] == "trace":
         traced = ["run.name=traced", "run.trace_interval=1", *SMALL]
         assert main(["train", "jobs/tiny.yaml", "--launcher", "inline", *traced]) == 0
+    if arguments[0] in ("checkpoint", "generate"):
+        assert main(["train", "jobs/tiny.yaml", "--launcher", "inline", *SMALL]) == 0
     monkeypatch.setattr(gang_run, "run_job", run)
     monkeypatch.setattr(gang_run, "check_job", run)
     monkeypatch.setattr(mailbox, "ask_run", ask_run)
