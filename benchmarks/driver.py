@@ -23,7 +23,7 @@ import ray
 from common import figure, means, ratios
 
 from raytrain3d.config import (DataConfig, JobConfig, LearningRateConfig, MeshConfig, ModelConfig, PlacementConfig,
-                               RunConfig, TrainConfig)
+                               RebalanceConfig, RunConfig, TrainConfig)
 from raytrain3d.data.prepare import prepare
 from raytrain3d.gang.run import run_job
 from raytrain3d.parallel.groups import serve_store
@@ -63,7 +63,8 @@ def job(directory: Path, steps: int) -> JobConfig:
         model=ModelConfig(vocabulary=257, hidden=128, blocks=4, heads=4, feed_forward=352),
         mesh=MeshConfig(pipeline=2), learning_rate=LearningRateConfig(peak=1e-3),
         train=TrainConfig(steps=steps, global_batch=8, micro_batch=2, sequence=128, lease=20),
-        placement=PlacementConfig(device="cpu", cpus_per_rank=0.5))
+        placement=PlacementConfig(device="cpu", cpus_per_rank=0.5),
+        rebalance=RebalanceConfig(mode="advise"))  # decisions are the driver's work; moves would make it another job
 
 
 def plain_rank(config: JobConfig, plan: Plan, rank: int, port: int) -> None:

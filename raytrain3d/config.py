@@ -411,7 +411,7 @@ class RebalanceConfig:
     mode: Literal["on", "advise", "off"] = "on"
     """`on` moves when that pays, `advise` only says what it would do. Moving layers never changes a result; other shares
     of the replicas change the order of sums (see train.deterministic)."""
-    interval: int = 10
+    interval: int = 20
     """Steps between decisions."""
     gain: float = 0.05
     """Least predicted gain in speed worth a move: 0.05 is 5 %."""

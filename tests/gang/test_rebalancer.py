@@ -19,7 +19,8 @@ from raytrain3d.train.report import StepReport
 def job(pipeline: int = 3, schedule: Any = "1f1b", mode: Any = "off") -> JobConfig:
     return JobConfig(run=RunConfig(name="r"), data=DataConfig(path="d"), mesh=MeshConfig(pipeline=pipeline),
                      model=ModelConfig(vocabulary=16, hidden=8, blocks=6, heads=2, feed_forward=8),
-                     pipeline=PipelineConfig(schedule=schedule, partition="uniform"), rebalance=RebalanceConfig(mode=mode),
+                     pipeline=PipelineConfig(schedule=schedule, partition="uniform"),
+                     rebalance=RebalanceConfig(mode=mode, interval=10),
                      train=TrainConfig(steps=1000, global_batch=4, sequence=8))
 
 
