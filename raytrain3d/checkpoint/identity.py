@@ -1,6 +1,6 @@
 """Whether a checkpoint belongs to a run: name, model, data and what decides which samples a step sees.
 
-Layout, schedule, sharding and learning rate may change between a save and a load; these may not. Needs nothing
+Layout, schedule, sharding, dtype and learning rate may change between a save and a load; these may not. Needs nothing
 installed.
 """
 
@@ -16,7 +16,7 @@ from raytrain3d.plan.params import model_spec
 _FREE_MODEL_KEYS = frozenset({"dropout", "attention_dropout", "initial_std", "freeze", "vocabulary_multiple",
                               "from_huggingface"})
 """Keys of `model` that change neither shapes nor what the weights compute."""
-_FIXED_TRAIN_KEYS = ("seed", "global_batch", "sequence", "dtype")
+_FIXED_TRAIN_KEYS = ("seed", "global_batch", "sequence")
 
 
 def plain_config(config: JobConfig) -> dict[str, Any]:

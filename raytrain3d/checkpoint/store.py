@@ -95,11 +95,12 @@ def read_manifest(directory: str | Folder) -> Manifest:
 
 
 def read_into(directory: str | Folder, pieces: Sequence[Piece]) -> None:
-    """Rank side: fills every piece's tensor from a checkpoint of any layout, bit for bit.
+    """Rank side: fills every piece's tensor from a checkpoint of any layout, bit for bit, and of any `train.dtype`: where
+    that differs, from the most exact weights that are stored.
 
     Only boxes that overlap a piece are read, and each is verified. Raises CheckpointError naming the file or parameter
-    when something is missing, damaged or of another dtype or shape; tensors may then be partly filled. Pass all pieces of
-    a rank in one call.
+    when something is missing, damaged or of another shape; tensors may then be partly filled. Pass all pieces of a rank in
+    one call.
     """
     folder = open_folder(directory)
     manifest = read_manifest(folder)
@@ -148,19 +149,26 @@ def _work_by_file(manifest: Manifest, pieces: Sequence[Piece],
     found = manifest.by_parameter()
     work: dict[str, dict[Entry, list[tuple[Piece, Rectangle]]]] = {}
     for piece in pieces:
-        entries = found.get((piece.name, piece.kind), [])
         _check_fits(piece, manifest, where)
+        entries = _source(piece, found)
         taken, missing = cover(piece.rectangle, (entry.rectangle for entry in entries))
         if missing:
             raise CheckpointError(f"{where} does not hold {piece.kind} of {piece.name} at {missing[0].offset}, shape "
                                   f"{missing[0].shape}")
         for index, box in taken:
-            entry = entries[index]
-            if entry.dtype != dtype_name(piece.tensor):
-                raise CheckpointError(f"{where}: {piece.kind} of {piece.name} is {entry.dtype}, this run needs "
-                                      f"{dtype_name(piece.tensor)}")
-            work.setdefault(entry.file, {}).setdefault(entry, []).append((piece, box))
+            work.setdefault(entries[index].file, {}).setdefault(entries[index], []).append((piece, box))
     return work
+
+
+def _source(piece: Piece, found: dict[tuple[str, str], list[Entry]]) -> list[Entry]:
+    """What the piece is filled from: its own kind; weights of another type from master weights, and these from weights, if
+    the run that saved them had them."""
+    own, weight, master = (found.get((piece.name, kind), []) for kind in (piece.kind, "weight", "master"))
+    if piece.kind == "master":
+        return own or weight
+    if piece.kind == "weight" and own and own[0].dtype != dtype_name(piece.tensor):
+        return master or own
+    return own
 
 
 def _check_fits(piece: Piece, manifest: Manifest, where: str) -> None:

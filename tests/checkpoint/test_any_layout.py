@@ -12,6 +12,7 @@ import torch
 from jobs import JobRunner, SyntheticLoader, small_job, written
 from rank_pool import RankPool
 
+from raytrain3d.checkpoint.identity import check_same_run
 from raytrain3d.checkpoint.layout import KINDS, Piece
 from raytrain3d.checkpoint.manifest import DTYPES, Receipt
 from raytrain3d.checkpoint.snapshot import HostMemory
@@ -125,6 +126,26 @@ def test_any_layout_loads_what_any_layout_saved(seed: int, tmp_path: Path) -> No
         read_into(directory, pieces)
         for piece in pieces:
             assert torch.equal(piece.tensor, part(truth, piece)), f"{piece.kind} of {piece.name} at {piece.rectangle}"
+
+
+@pytest.mark.parametrize("before", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("after", ["fp32", "bf16", "fp64"])
+def test_any_dtype_loads_the_most_exact_values_of_any_other(before: str, after: str, tmp_path: Path) -> None:
+    draw = random.Random(f"{before} {after}")
+    old, new = (small_job(model={"blocks": 6, "hidden": 16, "tied_embeddings": True}, mesh=layout["mesh"],
+                          pipeline=layout["pipeline"], train={**layout["train"], "dtype": dtype})
+                for dtype in (before, after) for layout in [random_layout(draw, num_layers=8)])
+    truth, directory = random_truth(old, 3), step_directory(str(tmp_path), 5)
+    commit(directory, 5, save_all(old, truth, directory), config=old)
+    check_same_run(read_manifest(directory), directory, new)
+    exact = {name: truth.get((name, "master"), truth[name, "weight"]) for name, _ in truth}
+    for holding in holdings(new):
+        read_into(directory, pieces := pieces_of(holding))
+        for piece in pieces:
+            is_value = piece.kind in ("weight", "master") and before != after
+            source = exact[piece.name] if is_value else truth[piece.name, piece.kind]
+            wanted = part({(piece.name, piece.kind): source}, piece).to(piece.tensor.dtype)
+            assert torch.equal(piece.tensor, wanted), f"{piece.kind} of {piece.name}"
 
 
 def test_the_pairs_have_every_trait() -> None:
