@@ -27,6 +27,8 @@ BLOCK_BYTES = 1 << 20
 """How much of a box is read, verified and copied at once, unless a single row is larger: it stays in the cache."""
 WRITTEN_BYTES = 1 << 23
 """How much is written at once."""
+PASSED_ON_BYTES = 1 << 25
+"""How much is written before the system is told to bring it to the disk."""
 _LENGTH_BYTES = 8
 
 
@@ -42,7 +44,7 @@ def write_file(path: str, name: str, pieces: Sequence[Piece],
     # Wider elements first: with no gaps allowed in the format, this keeps every tensor aligned.
     ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())
     head = _header(ordered)
-    entries = []
+    entries, passed_on = [], 0
     with open(path, "wb") as file:
         file.write(head)
         for piece in ordered:
@@ -50,6 +52,9 @@ def write_file(path: str, name: str, pieces: Sequence[Piece],
             found = _write(file, tensor_bytes(piece.tensor), before_block)
             entries.append(Entry(name=piece.name, kind=piece.kind, rectangle=piece.rectangle,
                                  dtype=dtype_name(piece.tensor), file=name, start=start, checksum=found))
+            if file.tell() - passed_on >= PASSED_ON_BYTES:
+                _pass_on(file, passed_on)
+                passed_on = file.tell()
         size = file.tell()
     return FileRecord(name=name, size=size, header_checksum=checksum(head)), tuple(entries)
 
@@ -62,15 +67,14 @@ def _write(file: BufferedWriter, data: memoryview, before_block: Callable[[], No
         block = data[first : first + WRITTEN_BYTES]
         found = checksum(block, found)
         file.write(block)
-        _pass_on(file, len(block))
     return found
 
 
-def _pass_on(file: BufferedWriter, num_bytes: int) -> None:
-    """The last bytes written go to the disk now, in this thread and at its priority, and leave the page cache, where they
-    would push out what training reads. Where the system cannot be told so, it decides itself."""
+def _pass_on(file: BufferedWriter, start: int) -> None:
+    """What was written from `start` on goes to the disk now, in this thread and at its priority, and leaves the page cache,
+    where it would push out what training reads. Where the system cannot be told so, it decides itself."""
     if sys.platform == "linux":
-        os.posix_fadvise(file.fileno(), file.tell() - num_bytes, num_bytes, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file.fileno(), start, file.tell() - start, os.POSIX_FADV_DONTNEED)
 
 
 def _header(pieces: Sequence[Piece]) -> bytes:
