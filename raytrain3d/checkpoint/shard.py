@@ -114,7 +114,6 @@ class ShardReader:
     def __init__(self, file: OpenFile, where: str, record: FileRecord) -> None:
         """Raises CheckpointError unless the file has the recorded size and header."""
         self._file, self._where = file, where
-        self._memory = memoryview(bytearray(BLOCK_BYTES))
         size = file.seek(0, 2)
         if size != record.size:
             raise CheckpointError(f"{where} has {size} bytes, its manifest says {record.size}: it was cut or changed")
@@ -145,7 +144,7 @@ class ShardReader:
         offset, shape = entry.rectangle.offset, entry.rectangle.shape
         row_bytes = math.prod(shape[1:]) * DTYPES[entry.dtype]
         step = max(1, BLOCK_BYTES // row_bytes)
-        memory = self._memory if row_bytes <= BLOCK_BYTES else memoryview(bytearray(row_bytes))
+        memory = memoryview(bytearray(min(step, shape[0]) * row_bytes))
         found, at = checksum(b""), entry.start
         for first in range(0, shape[0], step):
             rows = Rectangle(offset=(offset[0] + first, *offset[1:]), shape=(min(step, shape[0] - first), *shape[1:]))

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,11 @@ def save_forever(run: str, checkpoints: Any, first: int) -> None:
         prune(run, 2)
 
 
-def test_a_kill_at_any_moment_loses_nothing_that_was_saved(tmp_path: Path, checkpoints: Any) -> None:
+def test_a_kill_at_any_moment_loses_nothing_that_was_saved(tmp_path: Path, checkpoints: Any, forks: Any) -> None:
     run, draw, known = str(tmp_path), random.Random(11), 0
     config = checkpoints.config()
-    context = multiprocessing.get_context("forkserver")  # one process loads torch, the others are copies of it
-    context.set_forkserver_preload(["pytest", "raytrain3d.checkpoint.writer"])
     for _ in range(KILLS):
-        process = context.Process(target=save_forever, args=(run, checkpoints, known + 1))
+        process = forks.Process(target=save_forever, args=(run, checkpoints, known + 1))
         process.start()
         wait_for_step(run, known + 1)
         time.sleep(draw.random() * 0.1)
@@ -83,6 +82,15 @@ def wait_for_step(run: str, step: int) -> None:
     while not any(n >= step for n in steps(run)):
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+@pytest.fixture
+def forks() -> Iterator[Any]:
+    """Processes that are copies of one that has loaded torch; it is gone afterwards."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "raytrain3d.checkpoint.writer"])
+    yield context
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 @pytest.fixture
