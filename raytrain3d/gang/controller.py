@@ -17,7 +17,7 @@ from raytrain3d.gang.fleet import POLL_S, Fleet, FleetFailed
 from raytrain3d.gang.mailbox import Mailbox, Status, now
 from raytrain3d.gang.resume import check_resume, resume
 from raytrain3d.gang.saving import Saver
-from raytrain3d.gang.rebalancer import Rebalancer
+from raytrain3d.gang.rebalancer import Rebalancer, decides
 from raytrain3d.gang.stop import StopFlag, StopRequested
 from raytrain3d.gang.worker import LeaseEnd
 from raytrain3d.metrics.journal import Journal
@@ -79,8 +79,7 @@ class Ending:
 
 def lease_end(step: int, config: JobConfig) -> int:
     """Last step of the lease that begins after `step`: the next decision point, `train.lease` steps away at most."""
-    several = config.mesh.data * config.mesh.pipeline > 1
-    decisions = config.rebalance.interval if several and config.rebalance.mode != "off" else None
+    decisions = config.rebalance.interval if decides(config) else None
     intervals = [n for n in (config.evaluate.interval, config.checkpoint.interval, decisions) if n is not None]
     return min([config.train.steps, step + config.train.lease, *((step // n + 1) * n for n in intervals)])
 

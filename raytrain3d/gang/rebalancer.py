@@ -22,6 +22,11 @@ from raytrain3d.plan.table import counted
 from raytrain3d.train.report import StepReport
 
 
+def decides(config: JobConfig) -> bool:
+    """Whether the driver thinks about moves at all: there must be ranks to move between."""
+    return config.rebalance.mode != "off" and config.mesh.data * config.mesh.pipeline > 1
+
+
 @dataclass(slots=True)
 class Moved:
     """Everything that was moved so far."""
@@ -37,8 +42,7 @@ class Rebalancer:
     def __init__(self, config: JobConfig, plan: Plan, fleet: Fleet, journal: Journal, keep: Callable[[Plan], None]) -> None:
         self.plan = plan
         self._config, self._fleet, self._journal, self._keep = config, fleet, journal, keep
-        several = plan.mesh.data * plan.mesh.pipeline > 1
-        self._advisor = Advisor(config, plan) if several and config.rebalance.mode != "off" else None
+        self._advisor = Advisor(config, plan) if decides(config) else None
         self._wanted: list[str] = []
         self._named: set[tuple[int, int]] = set()
         self._gain: tuple[float, float] | None = None
