@@ -1,6 +1,6 @@
 """What the driver costs: a job of 2 ranks on Ray against the same trainers in plain processes without any driver.
 
-Pairs of runs are interleaved; a run's figure is its mean wall time per step, waits between leases included. Prints a
+Ray is started as the package starts one. Pairs of runs are interleaved; a run's figure is its mean wall time per step, waits between leases included. Prints a
 table and one line of JSON: `ratio_vs_plain_processes` (median, 90 % interval), the plain runs' ratio against each other,
 `driver_share` (time between steps over all time) and `commit_wait_share`.
 
@@ -25,6 +25,7 @@ from common import figure, means, ratios
 from raytrain3d.config import (DataConfig, JobConfig, LearningRateConfig, MeshConfig, ModelConfig, PlacementConfig,
                                RebalanceConfig, RunConfig, TrainConfig)
 from raytrain3d.data.prepare import prepare
+from raytrain3d.gang.ray_cluster import OWN_ENVIRONMENT
 from raytrain3d.gang.run import run_job
 from raytrain3d.parallel.groups import serve_store
 from raytrain3d.plan.plan import Plan, make_plan
@@ -113,7 +114,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15)
     arguments = parser.parse_args()
     pairs, steps = (2, 25) if arguments.quick else (arguments.pairs, 65)
-    os.environ |= {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+    os.environ |= {**OWN_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as scratch:
         config = job(Path(scratch), steps)
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")

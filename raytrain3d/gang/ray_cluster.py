@@ -18,7 +18,8 @@ from raytrain3d.errors import RayTrain3DError
 NAMESPACE = "raytrain3d"
 OBJECT_STORE_BYTES = 100 * 2**20
 """Of a Ray of our own: nothing but control goes through it."""
-OWN_ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+OWN_ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+"""Ray would let its own helpers go before the ranks, at niceness 15; here the ranks are what the machine is for."""
 
 
 def node_address() -> str:
