@@ -1,8 +1,8 @@
 """What the driver costs: a job of 2 ranks on Ray against the same trainers in plain processes without any driver.
 
-Ray is started as the package starts one. Pairs of runs are interleaved; a run's figure is its mean wall time per step, waits between leases included. Prints a
-table and one line of JSON: `ratio_vs_plain_processes` (median, 90 % interval), the plain runs' ratio against each other,
-`driver_share` (time between steps over all time) and `commit_wait_share`.
+Ray is started as the package starts one. Pairs of runs are interleaved; a run's figure is its mean wall time per step,
+waits between leases included. Prints a table and one line of JSON: `ratio_vs_plain_processes` (median, 90 % interval),
+the plain runs' ratio against each other, `driver_share` (time between steps over all time) and `commit_wait_share`.
 
     python benchmarks/driver.py [--quick]
 """
