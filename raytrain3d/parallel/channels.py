@@ -1,7 +1,8 @@
 """Point-to-point traffic of a pipeline rank: sends that never block compute, receives posted ahead.
 
-A channel is a two-rank group that carries messages of one direction, first in first out. Its receives are posted at most
-two ahead in the order of the program (NCCL runs a communicator's operations in issue order, so more would not overlap).
+A channel is a two-rank group that carries messages of one direction, first in first out. Its receives are posted in the
+order of the program, at most two at a time (NCCL runs a communicator's operations in issue order, so more would not
+overlap): the next one just before the wait for one, so that posting it takes no time of the compute that waits.
 On GPUs each channel's operations run on the communicator's own stream: posting orders them after what made or last read
 the buffer, waiting orders later compute after them, and the host goes on.
 """
@@ -16,8 +17,6 @@ from raytrain3d.parallel.groups import Group, Work
 from raytrain3d.plan.program import Channel
 from raytrain3d.plan.rank_program import RankProgram
 from raytrain3d.plan.schedule import Op
-
-POSTED_AHEAD = 2
 
 
 class Buffers:
@@ -46,8 +45,7 @@ class Inbox:
     def __init__(self, group: Group, ops: Sequence[Op], buffers: Buffers) -> None:
         self._group, self._coming, self._buffers = group, deque(ops), buffers
         self._posted: deque[tuple[Op, Tensor, Work]] = deque()
-        for _ in range(POSTED_AHEAD):
-            self._post()
+        self._post()
 
     def _post(self) -> None:
         if self._coming:
@@ -58,8 +56,8 @@ class Inbox:
         """The message of `op`, which must be the next on this channel."""
         expected, tensor, work = self._posted.popleft()
         assert expected == op, f"program asks for {op}, the channel brings {expected}"
-        work.wait()
         self._post()
+        work.wait()
         return tensor
 
 
