@@ -126,6 +126,25 @@ def take_turns(contestants: Mapping[str, Step], rounds: int, *, warmup: int = 1)
     return found
 
 
+def two_over_one(place: Place, seconds: float = 1.0) -> float:
+    """How much the first two ranks multiply together over what one does alone: 2 on cores of their own, little more than 1
+    where they are threads of one core; then time that one rank idles is not lost, and a schedule that fills it gains
+    little. Every rank calls it; the value is rank 0's, others return what they saw."""
+    a, b = torch.ones(256, 256), torch.ones(256, 1024)
+
+    def rate(turn: Sequence[int]) -> float:
+        dist.barrier()
+        count, start = 0, time.perf_counter()
+        while time.perf_counter() < start + seconds and place.rank in turn:
+            a @ b
+            count += 1
+        dist.barrier()
+        return count / seconds
+
+    alone, together = rate([0]), rate([0, 1])
+    return 2 * together / alone if alone else 1.0
+
+
 def wall_times(ranks: Sequence[Mapping[str, Sequence[Span]]]) -> dict[str, list[float]]:
     """Seconds of every contestant's steps, from what `take_turns` returned on each rank: first start to last end."""
     return {name: [max(end for _, end in spans) - min(start for start, _ in spans)

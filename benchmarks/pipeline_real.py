@@ -12,7 +12,7 @@ from typing import Any
 
 import deepspeed_pipeline
 import torch
-from common import Place, Span, figure, means, ratios, spawn, take_turns, wall_times
+from common import Place, Span, figure, means, ratios, spawn, take_turns, two_over_one, wall_times
 from contestants import OurPipeline, TorchPipeline, summed_loss
 from language_model import FULL, QUICK, Model, Workload
 from plain_llama import PlainStage
@@ -39,6 +39,7 @@ class Measured:
     op_seconds: list[dict[Op, float]]
     """Compute ops of 1F1B, by step."""
     profiles: dict[str, Profile]
+    two_over_one: float
     off: float
     """Largest relative difference of a loss or a layer's gradient between ours and torch."""
 
@@ -67,7 +68,8 @@ def measure(place: Place, dtype: str, workload: Workload, rounds: int) -> Measur
         contestants["deepspeed m8"] = deepspeed(place, workload).step
     steps = take_turns(contestants, rounds)
     runs = {name: pipeline.runs[-rounds:] for name, pipeline in ours.items()}
-    return Measured(steps=steps, off=off, op_seconds=[op_seconds(one) for one in runs["1f1b m8"]],
+    return Measured(steps=steps, off=off, two_over_one=two_over_one(place),
+                    op_seconds=[op_seconds(one) for one in runs["1f1b m8"]],
                     profiles={name: profile(steps[name], runs[name]) for name in ours})
 
 
@@ -116,6 +118,7 @@ def summary(ranks: Sequence[Measured], suffix: str) -> dict[str, Any]:
         **figure(f"ratio_zb_vs_torch_1f1b_m4{suffix}", ratios(walls["zb_h1 m4"], walls["torch m4"])),
         **figure(f"ratio_1f1b_vs_ideal{suffix}", ratios(walls["1f1b m8"], ideals)),
         **figure(f"torch_vs_itself{suffix}", ratios(walls["torch m8 again"], walls["torch m8"])),
+        f"two_over_one{suffix}": round(ranks[0].two_over_one, 2),
         f"difference{suffix}": max(rank.off for rank in ranks),
     }
 
@@ -125,6 +128,7 @@ def print_tables(dtype: str, ranks: Sequence[Measured]) -> None:
     off = max(rank.off for rank in ranks)
     print(f"real compute, {NUM_RANKS} ranks, {dtype}; losses and gradients of ours and torch's differ by {off:.1e}"
           + (" (more than 1e-5: WRONG)" if dtype == "fp32" and off > 1e-5 else ""))
+    print(f"  two ranks compute {ranks[0].two_over_one:.2f} times as much as one (2: cores of their own, near 1: a shared one)")
     for name, seconds in walls.items():
         print(f"  {name:16s} {statistics.median(seconds) * 1e3:8.0f} ms")
     print(table({name: [rank.profiles[name] for rank in ranks] for name in OURS}), flush=True)
