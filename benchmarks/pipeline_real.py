@@ -128,7 +128,7 @@ def print_tables(dtype: str, ranks: Sequence[Measured]) -> None:
     off = max(rank.off for rank in ranks)
     print(f"real compute, {NUM_RANKS} ranks, {dtype}; losses and gradients of ours and torch's differ by {off:.1e}"
           + (" (more than 1e-5: WRONG)" if dtype == "fp32" and off > 1e-5 else ""))
-    print(f"  two ranks compute {ranks[0].two_over_one:.2f} times as much as one (2: cores of their own, near 1: a shared one)")
+    print(f"  two ranks compute {ranks[0].two_over_one:.2f} times as much as one (2: a core each, near 1: one core)")
     for name, seconds in walls.items():
         print(f"  {name:16s} {statistics.median(seconds) * 1e3:8.0f} ms")
     print(table({name: [rank.profiles[name] for rank in ranks] for name in OURS}), flush=True)
