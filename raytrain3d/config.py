@@ -423,6 +423,31 @@ class RebalanceConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RecoveryConfig:
+    """Going on after ranks were lost. Several that are lost at once count as one failure."""
+
+    deaths: int = 10
+    """Failures by ranks whose process ended that a run survives within `window_s`; one more ends it. 0: the first one ends
+    it."""
+    errors: int = 1
+    """The same for ranks that raised an error of their own, which may come again. An error that tells what to change (data,
+    checkpoint, configuration) always ends the run."""
+    hang_limit_s: float = 120.0
+    """Time in which no rank goes on with its step, in seconds, after which the one that holds the others up is ended and
+    replaced as if it had died. Longer where steps are slow: at least four times the slowest one."""
+    window_s: float = 3600.0
+    """Failures longer ago are forgotten, in seconds."""
+    backoff_s: float = 1.0
+    """Wait before the second try when no step was done since the first, in seconds; each later wait is twice as long."""
+
+    def __post_init__(self) -> None:
+        _require(self.deaths >= 0, "recovery.deaths", self.deaths, "must be at least 0")
+        _require(self.errors >= 0, "recovery.errors", self.errors, "must be at least 0")
+        _positive("recovery", window_s=self.window_s, hang_limit_s=self.hang_limit_s)
+        _require(self.backoff_s >= 0, "recovery.backoff_s", self.backoff_s, "must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SlowdownConfig:
     """Make one rank, or one layer wherever it lives, slower than it is."""
 
@@ -481,6 +506,8 @@ class JobConfig:
     """Links between ranks."""
     rebalance: RebalanceConfig = RebalanceConfig()
     """Moving layers while the job runs."""
+    recovery: RecoveryConfig = RecoveryConfig()
+    """Going on after ranks were lost."""
     debug: DebugConfig = DebugConfig()
     """Slowdowns on purpose."""
 

@@ -51,8 +51,8 @@ OWNERS: dict[str, set[str]] = {
     "torch": {"data", "model", "parallel", "checkpoint", "train", "gang"},
 }
 PURE = ("config", "errors", "convert", "reference", "plan", "data.sampler", "data.manifest", "model.huggingface",
-        "model.huggingface_config", "checkpoint.layout", "checkpoint.manifest", "train.lr", "train.report", "gang.failure",
-        "cli")
+        "model.huggingface_config", "checkpoint.layout", "checkpoint.manifest", "train.lr", "train.report", "train.standing",
+        "train.position", "gang.failure", "gang.recovery", "gang.budget", "gang.diagnose", "cli")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,25 +7,22 @@ reports, shows and records them, and listens for a wish to stop. Nothing here de
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from raytrain3d.checkpoint.store import step_directory
 from raytrain3d.config import JobConfig
 from raytrain3d.errors import RayTrain3DError
-from raytrain3d.gang.failure import diagnose
-from raytrain3d.gang.fleet import POLL_S, Fleet, FleetFailed
+from raytrain3d.gang.fleet import DRAIN_S, POLL_S, Fleet, FleetFailed
 from raytrain3d.gang.mailbox import Mailbox, Status, now
 from raytrain3d.gang.resume import check_resume, resume
 from raytrain3d.gang.saving import Saver
 from raytrain3d.gang.rebalancer import Rebalancer, decides
+from raytrain3d.gang.recoverer import Recoverer, Store
 from raytrain3d.gang.stop import StopFlag, StopRequested
 from raytrain3d.gang.worker import LeaseEnd
 from raytrain3d.metrics.journal import Journal
 from raytrain3d.metrics.summary import StepSummary, summarize
 from raytrain3d.plan.plan import Plan
-
-DRAIN_S = 10.0
-"""Longest wait for the reports of a lease that has ended."""
+from raytrain3d.train.report import StepReport
 
 
 class State(enum.Enum):
@@ -36,13 +33,6 @@ class State(enum.Enum):
     RECOVERING = "recovering"
     FINISHED = "finished"
     FAILED = "failed"
-
-
-class Store(Protocol):
-    """A rendezvous store that lives as long as the object."""
-
-    @property
-    def port(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,9 +82,11 @@ class Controller:
         self._job, self._config, self._fleet = job, job.config, fleet
         self._stop, self._mailboxes, self._journal = stop, mailboxes, journal
         self._rebalancer = Rebalancer(job.config, job.plan, fleet, journal, job.keep_plan)
+        self._recoverer = Recoverer(
+            job.config, fleet, journal, stop, job.store_host, go_back=self._go_back, tell=self._tell,
+            serve=lambda: job.serve_store(job.store_host, job.config.network.store_port))
         self._state = State.STARTING
-        self._store: Store | None = None
-        self._step = 0
+        self._step = self._tended = 0
         self._saver = Saver(fleet, journal, job.config, job.directory, job.data)
         self._validation_loss: float | None = None
         self._last: StepSummary | None = None
@@ -117,7 +109,7 @@ class Controller:
                 case State.RUNNING:
                     self._enter(self._train_on)
                 case State.RECOVERING:
-                    self._state = State.FAILED
+                    self._enter(self._recover)
                 case State.FINISHED:
                     return self._ending()
                 case State.FAILED:
@@ -133,8 +125,7 @@ class Controller:
             self._state = State.FINISHED
         except FleetFailed as failed:
             self._read_reports()
-            self._error = diagnose(failed.signs, self._rebalancer.plan, self._fleet.nodes)
-            self._state = State.RECOVERING
+            self._state = self._after_failure(failed)
         except RayTrain3DError as error:
             self._error, self._state = error, State.FAILED
 
@@ -147,8 +138,7 @@ class Controller:
         self._journal.event("started", 0, f"{len(facts)} ranks on {', '.join(nodes)}", nodes=nodes)
         self._fleet.probe(self._job.directory)
         check_resume(self._job.directory, self._config)
-        self._store = self._job.serve_store(self._job.store_host, self._config.network.store_port)
-        self._fleet.join(self._job.store_host, self._store.port, 0)
+        self._recoverer.join()
         self._resume()
         if self._step < self._config.train.steps:
             return State.RUNNING
@@ -159,7 +149,7 @@ class Controller:
     def _resume(self) -> None:
         saver, directory = self._saver, self._job.directory
         saver.saved, saver.damaged = resume(self._fleet, self._journal, directory, self._config, self._job.data)
-        self._step = saver.saved or 0
+        self._step = self._tended = saver.saved or 0
         self._journal.rewind(self._step)
         if saver.saved is not None:
             self._journal.event("resumed", self._step, f"resumed from {step_directory(directory, saver.saved)}")
@@ -168,7 +158,8 @@ class Controller:
 
     def _train_on(self) -> State:
         """One lease, then what is due where it ended."""
-        self._step = self._run_lease(lease_end(self._step, self._config)).step
+        if self._tended == self._step:  # else a failure came between the two
+            self._step = self._run_lease(lease_end(self._step, self._config)).step
         is_last = self._step == self._config.train.steps
         if self._stop.reason is not None and not is_last:
             self._read_reports(until=self._step)
@@ -190,12 +181,13 @@ class Controller:
             return State.FINISHED
         if rebalances:
             self._rebalancer.act(self._step)
+        self._tended = self._step
         return State.RUNNING
 
     def _run_lease(self, last: int) -> LeaseEnd:
         lease = self._fleet.train(self._step + 1, last)
         asked = False
-        while (end := self._fleet.wait(lease, POLL_S)) is None:
+        while (end := self._fleet.wait(lease, POLL_S, self._rebalancer.plan)) is None:
             self._read_reports()
             self._saver.poll(training=True)
             self._listen()
@@ -216,14 +208,41 @@ class Controller:
                             f"({report.tokens:,} tokens, {report.seconds:.1f} s)", loss=report.loss,
                             tokens=report.tokens)
 
+    # After a failure
+
+    def _after_failure(self, failed: FleetFailed) -> State:
+        """Ranks that fail before the first step end the run: what is wrong then will be so again."""
+        self._error = self._recoverer.failed(self._done, failed.signs, self._rebalancer.plan,
+                                             starting=self._state is State.STARTING)
+        return State.RECOVERING if self._error is None else State.FAILED
+
+    def _recover(self) -> State:
+        self._step = self._recoverer.recover(self._done, self._rebalancer.plan)
+        if self._saver.give_up() == self._step:
+            self._tended = self._step - 1  # so what is due there is begun anew
+        return State.RUNNING
+
+    def _go_back(self) -> int:
+        self._last = None
+        self._resume()
+        return self._step
+
+    @property
+    def _done(self) -> int:
+        """Last step that was seen done."""
+        return self._step if self._last is None else max(self._last.step, self._step)
+
     # What is read and told meanwhile
 
     def _read_reports(self, until: int | None = None) -> None:
         for reports in self._fleet.reports(until=until, limit_s=DRAIN_S if until is not None else 0.2):
-            self._last = summarize(reports, self._job.plan.mesh)
-            self._journal.step(self._last)
+            self._tell(reports)
             self._rebalancer.watch(reports)
         self._publish()
+
+    def _tell(self, reports: Sequence[StepReport]) -> None:
+        self._last = summarize(reports, self._job.plan.mesh)
+        self._journal.step(self._last)
 
     def _listen(self) -> None:
         for command in [command for mailbox in self._mailboxes for command in mailbox.commands()]:
@@ -236,7 +255,7 @@ class Controller:
     def _publish(self) -> None:
         last = self._last
         status = Status(run=self._config.run.name, state=self._state.value, num_steps=self._config.train.steps,
-                        step=self._step if last is None else max(last.step, self._step),
+                        step=self._done,
                         loss=None if last is None else last.loss, seconds=None if last is None else last.seconds,
                         tokens_per_s=None if last is None else last.tokens_per_s,
                         checkpoint=self._saver.saved, checkpoint_age_s=self._saver.age_s)

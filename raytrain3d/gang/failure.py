@@ -14,10 +14,10 @@ from raytrain3d.plan.grid import program_grid
 from raytrain3d.plan.plan import Plan
 from raytrain3d.plan.program import programs_for
 
-Kind = Literal["died", "raised", "lost connection", "silent"]
-ORDER: tuple[Kind, ...] = ("died", "raised", "lost connection", "silent")
+Kind = Literal["died", "raised", "hung", "lost connection", "silent"]
+ORDER: tuple[Kind, ...] = ("died", "raised", "hung", "lost connection", "silent")
 
-_WHAT: dict[Kind, str] = {"died": "died", "raised": "failed", "lost connection": "lost its connections",
+_WHAT: dict[Kind, str] = {"died": "died", "raised": "failed", "hung": "hung", "lost connection": "lost its connections",
                           "silent": "did not answer"}
 _USER_ERRORS: dict[str, type[RayTrain3DError]] = {
     error.__name__: error for error in (ConfigError, DataError, CheckpointError, PlanError)}
@@ -78,6 +78,11 @@ def culprit(signs: Sequence[Sign]) -> Sign:
     return replace(first, step=max(steps)) if first.kind == "died" and first.during is None and steps else first
 
 
+def is_loss(sign: Sign) -> bool:
+    """Whether the rank has to be replaced: what it holds is gone, or cannot be trusted."""
+    return sign.kind != "lost connection"
+
+
 def diagnose(signs: Sequence[Sign], plan: Plan, nodes: Mapping[int, str]) -> RayTrain3DError:
     """One error that names rank, stage, node and cause, and shows the op that failed. nodes: rank -> node, where known.
 
@@ -95,7 +100,7 @@ def diagnose(signs: Sequence[Sign], plan: Plan, nodes: Mapping[int, str]) -> Ray
         lines.append(f"so did {'; '.join(place(rank, plan, nodes) for rank in sorted(alike))}")
     if touched := others - alike:
         lines.append(f"because of that {_numbered('rank', sorted(touched))} failed too")
-    if first.kind == "raised":
+    if first.traceback:
         lines.append(first.traceback.rstrip())
     lines += _schedule(first, plan)
     return RankFailed("\n".join(lines), rank=first.rank, step=first.step, op=first.op)

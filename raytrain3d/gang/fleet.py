@@ -1,11 +1,12 @@
 """All gangs of a job, through plain methods: each asks every rank, waits no longer than its limit, and says for what.
 
-A rank that dies or raises fails the wait at once. Then the others get a moment to report what they saw, so that the
-cause can be told from its consequences, and all signs leave together as FleetFailed.
+A rank that dies or raises fails the wait at once. Then the others leave their groups and get a moment to report what they
+saw, so that the cause can be told from its consequences, and all signs leave together as FleetFailed. Ranks that are lost
+can be replaced; the others keep their processes and what they hold.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,15 +14,20 @@ from typing import TypeVar
 from raytrain3d.checkpoint.progress import SaveProgress, SaveStart
 from raytrain3d.errors import RankFailed
 from raytrain3d.gang.failure import Sign, raised
-from raytrain3d.gang.handle import Gang, RankDied, RankRaised
+from raytrain3d.gang.handle import Gang, RankDied, RankHandle, RankRaised
+from raytrain3d.gang.hang import HangWatch
 from raytrain3d.gang.reports import ReportReader
 from raytrain3d.gang.stop import StopFlag
 from raytrain3d.gang.worker import LeaseEnd, NodeFacts, RankWorker
 from raytrain3d.plan.partition import Stages
+from raytrain3d.plan.plan import Plan
 from raytrain3d.train.report import EvaluationReport, StepReport
+from raytrain3d.train.standing import Standing
 
 T = TypeVar("T")
 POLL_S = 1.0
+DRAIN_S = 10.0
+"""Longest wait for reports of steps that are over."""
 PROMPT_S = 0.2
 """Longest wait for answers that can be had another time."""
 
@@ -41,7 +47,9 @@ class Limits:
     start_s: float = 600.0
     """Until a process answers, and for its probe of directories and data."""
     work_s: float = 660.0
-    """For joining, an evaluation, and between two finished steps; above the ranks' own limit of one communication."""
+    """For joining and for an evaluation; above the ranks' own limit of one communication."""
+    hang_s: float = 120.0
+    """Without any movement in a lease."""
     storage_s: float = 3600.0
     """For loading or saving a checkpoint."""
     decisive_s: float = 2.0
@@ -65,19 +73,23 @@ class Fleet:
     """The ranks of a job, in rank order. `stop` may end the waits of starting, never those of saving."""
 
     def __init__(self, gangs: Sequence[Gang], stop: StopFlag, limits: Limits) -> None:
-        self._ranks = sorted((handle for gang in gangs for handle in gang.ranks), key=lambda handle: handle.rank)
-        self._stop, self._limits = stop, limits
+        self._gangs, self._stop, self._limits = gangs, stop, limits
+        self._watch = HangWatch(limits.hang_s)
         self._reader = ReportReader(self._ranks, after=0)
+
+    @property
+    def _ranks(self) -> list[RankHandle]:
+        return sorted((handle for gang in self._gangs for handle in gang.ranks), key=lambda handle: handle.rank)
 
     @property
     def nodes(self) -> dict[int, str]:
         """Rank -> name of its node."""
         return {handle.rank: handle.node for handle in self._ranks}
 
-    def facts(self) -> list[NodeFacts]:
+    def facts(self, *, may_stop: bool = True) -> list[NodeFacts]:
         """Where every rank runs; returns when all processes have started."""
         futures = {handle.rank: handle.call(RankWorker.facts) for handle in self._ranks}
-        return self._all("starting", futures, self._limits.start_s, may_stop=True)
+        return self._all("starting", futures, self._limits.start_s, may_stop=may_stop)
 
     def probe(self, run_directory: str) -> None:
         """One rank of every node tries the run directory and reads all data shards."""
@@ -88,7 +100,30 @@ class Fleet:
     def join(self, host: str, port: int, generation: int) -> None:
         """Every rank makes its trainer and joins the groups of `generation`."""
         futures = {handle.rank: handle.call(RankWorker.join, host, port, generation) for handle in self._ranks}
-        self._all("joining", futures, self._limits.work_s, may_stop=True)
+        self._all("joining", futures, self._limits.work_s, may_stop=generation == 0)
+
+    def replace(self, lost: Collection[int], plan: Plan) -> None:
+        """End what is left of ranks that are lost, which frees whoever waits for them, and start new processes for them."""
+        for gang in self._gangs:
+            for rank in sorted({handle.rank for handle in gang.ranks} & set(lost)):
+                gang.replace(rank, plan)
+
+    def stand(self, ranks: Collection[int]) -> dict[int, Standing]:
+        """These ranks leave their groups and say what they hold."""
+        futures = {handle.rank: handle.call(RankWorker.stand) for handle in self._ranks if handle.rank in ranks}
+        return dict(zip(sorted(futures), self._all("leaving their groups", futures, self._limits.work_s), strict=True))
+
+    def recover(self, step: int, values: Sequence[float] | None, fills: Sequence[tuple[int, int]]) -> None:
+        """Every rank comes to hold `step`; see `Trainer.recover`."""
+        futures = {handle.rank: handle.call(RankWorker.recover, step, values, fills) for handle in self._ranks}
+        self._all("filling ranks", futures, self._limits.work_s)
+
+    def last_reports(self, step: int) -> list[tuple[StepReport, ...]]:
+        """After a failure: what ranks still report of each step up to `step`. Reports of later steps are not waited for any
+        more, nor those that lost ranks took with them."""
+        rest = self._reader.rest(step, DRAIN_S)
+        self._reader = ReportReader(self._ranks, after=step)
+        return rest
 
     def restore(self, directory: str | None, step: int) -> str | None:
         """Every rank holds the state of `step`, from a checkpoint directory or fresh. Returns why the checkpoint cannot be
@@ -100,16 +135,18 @@ class Fleet:
 
     def train(self, first: int, last: int) -> Lease:
         """Start a lease; `wait` tells when it has ended."""
-        self._reader.heard = time.monotonic()
+        self._watch.begin()
         return Lease(first, last, {handle.rank: handle.call(RankWorker.train, first, last) for handle in self._ranks})
 
-    def wait(self, lease: Lease, limit_s: float) -> LeaseEnd | None:
-        """How the lease ended, or None when it is still running after `limit_s`."""
+    def wait(self, lease: Lease, limit_s: float, plan: Plan) -> LeaseEnd | None:
+        """How the lease ended, or None when it is still running after `limit_s`. plan: what the ranks are running."""
         _, running = wait(lease.futures.values(), timeout=limit_s, return_when=FIRST_EXCEPTION)
         if _failed(lease.futures):
             raise self._failure(lease.futures, None)
         if running:
-            self._check_silence(lease)
+            hung = self._watch.check(self._ranks, plan)
+            if hung is not None:
+                raise FleetFailed([hung])
             return None
         ends = {future.result() for future in lease.futures.values()}
         if len(ends) > 1:
@@ -123,6 +160,8 @@ class Fleet:
         whole = self._reader.poll(limit_s)
         while until is not None and self._reader.reached < until and time.monotonic() < end:
             whole += self._reader.poll(end - time.monotonic())
+        if whole:
+            self._watch.saw_steps(report.seconds for reports in whole for report in reports)
         return whole
 
     def request_stop(self) -> None:
@@ -200,15 +239,10 @@ class Fleet:
                 raise FleetFailed([Sign(rank=rank, kind="silent", cause=f"no answer in {limit_s:g} s", during=what)
                                    for rank in silent])
 
-    def _check_silence(self, lease: Lease) -> None:
-        limit = self._limits.work_s
-        if time.monotonic() - self._reader.heard > limit:
-            raise FleetFailed([Sign(rank=rank, kind="silent", cause=f"no step finished in {limit:g} s",
-                                    step=self._reader.latest[rank] + 1)
-                               for rank in lease.futures if not lease.futures[rank].done()])
-
     def _failure(self, futures: Mapping[int, Future[T]], what: str | None) -> FleetFailed:
         """Collect signs until what happened is clear. what: absent while training."""
+        for handle in self._ranks:  # whoever waits for a rank that has nothing to do any more is freed by it
+            handle.call(RankWorker.stand)
         signs: dict[int, Sign] = {}
         start = time.monotonic()
         while True:

@@ -1,6 +1,7 @@
 """Gangs on Ray: a placement group per replica with one bundle per tensor group, so that Ray keeps a tensor group on one
 node; ranks are given to bundles sorted by node."""
 
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ class RayRank:
     """A rank in a Ray actor."""
 
     def __init__(self, actor: Any, place: RankPlace) -> None:
-        self.rank, self.node = place.rank, place.node
+        self.rank, self.node, self.place = place.rank, place.node, place
         self._actor = actor
 
     def call(self, method: Callable[Concatenate[RankWorker, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -85,12 +86,25 @@ class RayGang:
 
     def __init__(self, group: PlacementGroup, settings: Sequence[RankSettings], nodes: Mapping[str, str]) -> None:
         self._group = group
+        self._settings = {each.rank: each for each in settings}
         bundles = placement_group_table(group)["bundles_to_node_id"]
         first = settings[0]
         replica = first.plan.mesh.coordinate(first.rank).data
         places = place_ranks(first.plan.mesh, replica, {bundle: nodes[node] for bundle, node in bundles.items()})
         self.ranks = tuple(RayRank(_start(group, place, each), place)
                            for place, each in zip(places, settings, strict=True))
+
+    def replace(self, rank: int, plan: Plan) -> None:
+        settings = dataclasses.replace(self._settings[rank], plan=plan)
+        self.ranks = tuple(self._new(old, settings) if old.rank == rank else old for old in self.ranks)
+
+    def _new(self, old: RayRank, settings: RankSettings) -> RayRank:
+        """In the same bundle, on whatever node that is by now."""
+        wait([old.kill()], timeout=KILL_LIMIT_S)
+        place = old.place
+        node = placement_group_table(self._group)["bundles_to_node_id"].get(place.bundle)
+        place = dataclasses.replace(place, node=node_names().get(node, place.node))
+        return RayRank(_start(self._group, place, settings), place)
 
     def kill(self) -> None:
         wait([rank.kill() for rank in self.ranks], timeout=KILL_LIMIT_S)

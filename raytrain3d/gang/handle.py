@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from raytrain3d.gang.worker import RankError, RankWorker
+from raytrain3d.plan.plan import Plan
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,6 +49,9 @@ class Gang(Protocol):
 
     @property
     def ranks(self) -> Sequence[RankHandle]: ...
+
+    def replace(self, rank: int, plan: Plan) -> None:
+        """End the process of `rank`, if it has not ended, and begin to start a new one for it under `plan`."""
 
     def kill(self) -> None:
         """End every process at once and give back what was reserved; returns when they are gone."""

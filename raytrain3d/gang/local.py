@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -16,6 +17,7 @@ from raytrain3d.gang.failure import exit_cause
 from raytrain3d.gang.handle import RankDied, settle
 from raytrain3d.gang.worker import RankSettings, RankWorker
 from raytrain3d.metrics.logs import close_log
+from raytrain3d.plan.plan import Plan
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -116,7 +118,16 @@ class LocalGang:
     """Local processes of one replica."""
 
     def __init__(self, settings: Sequence[RankSettings], environment: Mapping[str, str]) -> None:
+        self._settings, self._environment = {each.rank: each for each in settings}, environment
         self.ranks = tuple(LocalRank(each, environment) for each in settings)
+
+    def replace(self, rank: int, plan: Plan) -> None:
+        settings = replace(self._settings[rank], plan=plan)
+        self.ranks = tuple(self._new(old, settings) if old.rank == rank else old for old in self.ranks)
+
+    def _new(self, old: LocalRank, settings: RankSettings) -> LocalRank:
+        old.kill()
+        return LocalRank(settings, self._environment)
 
     def kill(self) -> None:
         for rank in self.ranks:
@@ -155,8 +166,12 @@ class InlineGang:
     """The gang of a mesh of one."""
 
     def __init__(self, settings: RankSettings) -> None:
-        self._rank = InlineRank(settings)
-        self.ranks = (self._rank,)
+        self._settings = settings
+        self.ranks = (InlineRank(settings),)
+
+    def replace(self, rank: int, plan: Plan) -> None:
+        self.kill()
+        self.ranks = (InlineRank(replace(self._settings, plan=plan)),)
 
     def kill(self) -> None:
-        self._rank.kill()
+        self.ranks[0].kill()

@@ -63,9 +63,10 @@ class Rebalancer:
 
     def act(self, step: int) -> None:
         """Between two leases, after `step`: do what was asked for, else what is best."""
-        asked, self._wanted = self._wanted, []
-        for counts in asked:
-            self._do_request(step, counts)
+        asked = bool(self._wanted)
+        while self._wanted:  # taken off when it is done: after a failure in the midst of it the rest remains to be done
+            self._do_request(step, self._wanted[0])
+            self._wanted.pop(0)
         if self._advisor is not None and not asked:
             self._name_slow_ranks(step, self._advisor)
             self._follow(step, self._advisor)

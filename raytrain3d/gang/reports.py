@@ -1,6 +1,5 @@
 """Step reports on their way from the ranks to the driver, read beside a running lease."""
 
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
@@ -17,8 +16,6 @@ class ReportReader:
         self._ranks = ranks
         self.latest = {handle.rank: after for handle in ranks}
         """Rank -> its last reported step."""
-        self.heard = time.monotonic()
-        """When some rank last reported a new step."""
         self._pending: dict[int, Future[list[StepReport]]] = {}
         self._steps: defaultdict[int, dict[int, StepReport]] = defaultdict(dict)
 
@@ -41,8 +38,14 @@ class ReportReader:
         whole = sorted(step for step, reports in self._steps.items() if len(reports) == len(self._ranks))
         return [tuple(report for _, report in sorted(self._steps.pop(step).items())) for step in whole]
 
+    def rest(self, until: int, limit_s: float) -> list[tuple[StepReport, ...]]:
+        """Reports of every step up to `until` from whoever has reported it. Waits `limit_s` at most for each of two answers.
+        The last that is asked of this reader."""
+        whole = [*self.poll(limit_s), *self.poll(limit_s)]  # the first answers may be to questions of before the failure
+        return [*whole, *(tuple(report for _, report in sorted(self._steps[step].items()))
+                                 for step in sorted(self._steps) if step <= until)]
+
     def _take(self, rank: int, reports: Sequence[StepReport]) -> None:
         for report in reports:
             self._steps[report.step][rank] = report
             self.latest[rank] = report.step
-            self.heard = time.monotonic()

@@ -96,7 +96,8 @@ class _Run:
         settings = [RankSettings(config=self.config, plan=plan, rank=rank, address=self.launcher.address,
                                  log_directory=logs, make_trainer=self.trainer,
                                  device_index=rank if plan.device == "gpu" else None) for rank in range(plan.mesh.size)]
-        limits = replace(Limits(), work_s=self.config.network.timeout_s + RANK_LIMIT_MARGIN_S)
+        limits = replace(Limits(), work_s=self.config.network.timeout_s + RANK_LIMIT_MARGIN_S,
+                         hang_s=self.config.recovery.hang_limit_s)
         with self.launcher.gangs(settings, stop, self.progress.say) as gangs:
             fleet = Fleet(gangs, stop, limits)
             try:

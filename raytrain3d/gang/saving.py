@@ -105,6 +105,16 @@ class Saver:
         if len(receipts) == len(progress) and time.monotonic() >= save.next_commit:
             self._commit(save, receipts, max(each.seconds for each in progress))
 
+    def give_up(self) -> int | None:
+        """Leave the save under way: a rank that was to write a part of it is lost. Returns its step."""
+        save = self._save
+        if save is None:
+            return None
+        self._journal.event("checkpoint given up", save.step, f"checkpoint of step {save.step} given up: not all of it had "
+                            "been written")
+        self._call_off(save)
+        return save.step
+
     def evaluated(self, step: int, loss: float) -> None:
         """The checkpoint of `step`, there already or under way, has this validation loss."""
         self._losses[step] = loss

@@ -3,17 +3,18 @@
 A worker runs two kinds of requests. *Calls* come one after another in the thread that trains; *asks* (`reports`,
 `request_stop`) are answered by another thread meanwhile. An error leaves as plain data, and only after every reference
 to it is gone are the groups closed: a kept traceback would hold works of a group and let neighbours wait out the
-timeout.
+timeout. The state stays, so that the rank can go on in the next generation.
 """
 
 import gc
 import logging
 import os
 import socket
+import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
@@ -24,13 +25,17 @@ from raytrain3d.metrics.logs import log_to_file
 from raytrain3d.metrics.trace_file import append_trace
 from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.plan import Plan
+from raytrain3d.train.position import Position
 from raytrain3d.train.report import EvaluationReport, StepReport
+from raytrain3d.train.standing import Standing
 
 if TYPE_CHECKING:
     from raytrain3d.checkpoint.progress import SaveProgress, SaveStart
     from raytrain3d.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+COMMUNICATION = ("parallel", "groups.py")
+"""File in which a rank waits for others."""
 P = ParamSpec("P")
 T = TypeVar("T")
 TrainerFactory = Callable[[JobConfig, Plan, int], "Trainer"]
@@ -113,18 +118,20 @@ class RankWorker:
         self._reports: deque[StepReport] = deque()
         self._lock = threading.Lock()
         self._step: int | None = None
+        self._thread: int | None = None
+        """The one that runs calls."""
 
     def run(self, method: Callable[Concatenate["RankWorker", P], T], *args: P.args,
             **kwargs: P.kwargs) -> T | RankError:
         """Run a method of this class as a call; an exception becomes a RankError and all groups are closed."""
+        self._thread = threading.get_ident()
         try:
             return method(self, *args, **kwargs)
         except Exception as caught:  # noqa: BLE001 - the driver must hear of anything
             error = self._describe(caught)
         # Here the exception and its traceback are gone, and with them the works and groups they held.
         logger.error("%s: %s\n%s", error.kind, error.message, error.traceback)
-        self.close()
-        gc.collect()
+        self._disconnect()
         return error
 
     # Calls, in the thread that trains.
@@ -162,9 +169,28 @@ class RankWorker:
         except CheckpointError as error:
             logger.warning("step %d: %s", step, error)
             return str(error)
+        self._connected.stand_at(step)
+        with self._lock:
+            self._reports.clear()
         self._step = step
         logger.info("holding step %d from %s", step, directory or "fresh weights")
         return None
+
+    def stand(self) -> Standing:
+        """After a failure, here or elsewhere: leave all groups, which frees whoever waits on this rank. What it holds."""
+        self._disconnect()
+        standing = Standing() if self._trainer is None else self._trainer.standing()
+        logger.info("standing at step %s", standing.held)
+        return standing
+
+    def recover(self, step: int, values: Sequence[float] | None, fills: Sequence[tuple[int, int]]) -> None:
+        """Come to hold `step` like all others; see `Trainer.recover`."""
+        report = self._connected.recover(step, values, fills)
+        if report is not None:
+            with self._lock:
+                self._reports.append(replace(report, timeline=None))
+        self._step = step
+        logger.info("holding step %d, ranks filled: %s", step, [rank for rank, _ in fills])
 
     def train(self, first: int, last: int) -> LeaseEnd:
         """A lease: steps `first` to `last`, or until some rank was asked to stop."""
@@ -221,6 +247,18 @@ class RankWorker:
                 self._reports.popleft()
             return list(self._reports)
 
+    def position(self) -> Position:
+        """Where the thread that trains is."""
+        if self._trainer is None:
+            return Position()
+        frame = sys._current_frames().get(self._thread or 0)
+        found = self._trainer.position()
+        if frame is None:
+            return found
+        stack = traceback.extract_stack(frame)
+        waits = any(Path(entry.filename).parts[-2:] == COMMUNICATION for entry in stack)
+        return replace(found, waits=waits, stack="".join(traceback.format_list(stack)))
+
     def save_progress(self) -> "SaveProgress":
         """Of the save begun last."""
         return self._connected.save_progress()
@@ -234,6 +272,11 @@ class RankWorker:
         trainer = self._trainer
         if trainer is not None:
             trainer.request_stop()
+
+    def _disconnect(self) -> None:
+        if self._trainer is not None:
+            self._trainer.disconnect()
+        gc.collect()
 
     @property
     def _connected(self) -> "Trainer":

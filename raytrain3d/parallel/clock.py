@@ -15,6 +15,9 @@ class Clock(Protocol):
     def seconds(self, start: Any, end: Any) -> float:
         """From one mark to another. The device must have passed both: after the commit of a step it has."""
 
+    def passed(self, mark: Any) -> bool:
+        """Whether the device has got to it. From any thread."""
+
     def wait(self) -> None:
         """Until the device has passed every mark."""
 
@@ -27,6 +30,9 @@ class HostClock:
 
     def seconds(self, start: float, end: float) -> float:
         return end - start
+
+    def passed(self, mark: float) -> bool:
+        return True
 
     def wait(self) -> None:
         pass
@@ -42,6 +48,9 @@ class DeviceClock:
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return start.elapsed_time(end) / 1e3
+
+    def passed(self, mark: torch.cuda.Event) -> bool:
+        return mark.query()
 
     def wait(self) -> None:
         torch.cuda.current_stream().synchronize()

@@ -7,6 +7,7 @@ by one rank only, the result does not depend on the layout of the layers. Always
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -59,10 +60,11 @@ class CommitVector:
                          loss=sum(losses) / max(count, 1), tokens=count, stop=values[-1] > 0)
 
 
-def sum_over_all(values: Tensor, groups: Groups) -> None:
-    """Replace `values` (float64, CPU) by its sum over all ranks, added in rank order, in place."""
+def sum_over_all(values: Tensor, groups: Groups, *, got: Callable[[], None] = lambda: None) -> None:
+    """Replace `values` (float64, CPU) by its sum over all ranks, added in rank order, in place. `got` is called as soon as
+    this rank has the sum, before anyone gets it from here (and maybe again)."""
     groups.gang.gather_sum(values)
     if groups.leaders is not None:
         groups.leaders.gather_sum(values)
-        groups.leaders.send_back(values)
-    groups.gang.send_back(values)
+        groups.leaders.send_back(values, got=got)
+    groups.gang.send_back(values, got=got)

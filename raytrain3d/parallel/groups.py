@@ -6,7 +6,7 @@ reference, which is what wakes neighbours after a death. A group of one has no p
 identity.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -75,11 +75,14 @@ class Group:
             work.wait()
             torch.maximum(tensor, part, out=tensor) if maximum else tensor.add_(part)
 
-    def send_back(self, tensor: Tensor) -> None:
-        """Second half: every member gets the first one's tensor, in place."""
+    def send_back(self, tensor: Tensor, *, got: Callable[[], None] = lambda: None) -> None:
+        """Second half: every member gets the first one's tensor, in place. `got` is called when this one has it, before it
+        passes it on."""
         if self.index > 0:
             self.receive(tensor, 0).wait()
+            got()
             return
+        got()
         for work in [self.send(tensor, index) for index in range(1, self.size)]:
             work.wait()
 

@@ -1,11 +1,12 @@
-"""A layer on its way from one pipeline rank to another, between two steps of a running job.
+"""A layer on its way from one rank to another, between two steps of a running job.
 
-Every buffer goes point to point from (data, pipeline, tensor) to (data, pipeline', tensor): with sharding each data
-coordinate passes on its own shard, so shards and data groups stay what they were. The source keeps its copy until the
-driver has committed the move.
+In a move every buffer goes point to point from (data, pipeline, tensor) to (data, pipeline', tensor): with sharding each
+data coordinate passes on its own shard, so shards and data groups stay what they were. The source keeps its copy until the
+driver has committed the move. A rank that takes a lost one's place is filled in the same way along the data axis, from one
+that holds the same.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -27,15 +28,22 @@ def moving_buffers(state: LayerState) -> list[Tensor]:
     return [state.weights, state.exp_avg, state.exp_avg_sq, *master]
 
 
-def send_layer(state: LayerState, channel: Group) -> int:
-    """Returns the number of bytes, when all of them have left."""
+def send_layer(state: LayerState, group: Group, to: int = 1) -> int:
+    """To the member of `group` with index `to`. Returns the number of bytes, when all of them have left."""
     buffers = moving_buffers(state)
-    for work in [channel.send(buffer, 1) for buffer in buffers]:
+    for work in [group.send(buffer, to) for buffer in buffers]:
         work.wait()
     return sum(buffer.nbytes for buffer in buffers)
 
 
-def receive_layer(state: LayerState, channel: Group) -> None:
+def receive_layer(state: LayerState, group: Group, sender: int = 0) -> None:
     """Fill `state`, which is as large as the one that was sent."""
-    for work in [channel.receive(buffer, 0) for buffer in moving_buffers(state)]:
+    for work in [group.receive(buffer, sender) for buffer in moving_buffers(state)]:
         work.wait()
+
+
+def fill(states: Sequence[LayerState], data: Group, rank: int, donor: int) -> None:
+    """`rank` gets all that `donor` holds; both call it, and differ in their data coordinate alone."""
+    to, sender = data.ranks.index(rank), data.ranks.index(donor)
+    for state in states:
+        send_layer(state, data, to) if data.index == sender else receive_layer(state, data, sender)

@@ -37,6 +37,11 @@ class LayerTimes:
     """Weight gradients of split backwards."""
     receive_wait: float
 
+    @staticmethod
+    def none() -> "LayerTimes":
+        """Of a run that nothing is known of."""
+        return LayerTimes(forward={}, backward={}, weight={}, receive_wait=0.0)
+
     @property
     def compute(self) -> float:
         return sum(self.forward.values()) + sum(self.backward.values()) + sum(self.weight.values())
@@ -103,6 +108,7 @@ class PipelineRun:
         self._leaving: dict[tuple[Kind, int, int], Tensor] = {}
         self._in_flight: dict[tuple[int, int], InFlight] = defaultdict(InFlight)
         self._ops: list[tuple[Op, Any, Any]] = []
+        self._ends: list[Any] = []
         self._laps: list[tuple[Kind, int, Any, Any]] = []
         self.losses: list[Tensor] = []
         """Summed loss of each micro-batch, on the last stage."""
@@ -117,10 +123,17 @@ class PipelineRun:
             self.current = op
             start = self._clock.mark()
             self._execute(op)
+            self._ends.append(self._clock.mark())
             if op.kind not in SENDS:
-                self._ops.append((op, start, self._clock.mark()))
+                self._ops.append((op, start, self._ends[-1]))
         self._mail.finish()
         self.current = None
+
+    @property
+    def finished(self) -> int:
+        """Ops that are over, on the device too. From any thread."""
+        ends = list(self._ends)
+        return next((i for i, end in enumerate(ends) if not self._clock.passed(end)), len(ends))
 
     def times(self) -> LayerTimes:
         """Of all layers, once the device is done with them."""

@@ -81,6 +81,10 @@ class Stopwatch:
         self.laps[name] = self.laps.get(name, 0.0) + now - self._last
         self._last = now
 
+    def lap_of(self, name: str) -> float:
+        """0 for one that was not reached."""
+        return self.laps.get(name, 0.0)
+
     @property
     def total(self) -> float:
         return time.perf_counter() - self._start

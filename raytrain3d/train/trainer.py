@@ -28,9 +28,9 @@ from raytrain3d.parallel.gradients import GradientReduction
 from raytrain3d.parallel.groups import Groups, Link, join_store
 from raytrain3d.parallel.layer_state import DTYPES, LayerState
 from raytrain3d.parallel.links import measure_links
-from raytrain3d.parallel.migrate import channel_between, receive_layer, send_layer
+from raytrain3d.parallel.migrate import channel_between, fill, receive_layer, send_layer
 from raytrain3d.parallel.optimizer import gather, update
-from raytrain3d.parallel.pipeline import Feed, PipelineRun
+from raytrain3d.parallel.pipeline import Feed, LayerTimes, PipelineRun
 from raytrain3d.plan.params import model_spec
 from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.plan import Plan
@@ -38,7 +38,9 @@ from raytrain3d.plan.rank_program import rank_program_for
 from raytrain3d.train.holding import Holding, LayerBuilder
 from raytrain3d.train.initial import initial_weights
 from raytrain3d.train.lr import learning_rate
+from raytrain3d.train.position import Phase, Position
 from raytrain3d.train.report import EvaluationReport, StepReport, Stopwatch, Timeline
+from raytrain3d.train.standing import Standing
 
 
 class Trainer:
@@ -60,6 +62,12 @@ class Trainer:
         self._snapshots = HostMemory()
         self._writer = ShardWriter(rank, share=SHARE_OF_CORE if self._device.type == "cpu" else 1.0)
         self._stop_asked = False
+        self._watch = Stopwatch()
+        self._now = 0
+        self._phase: Phase | None = None
+        self._held: int | None = None
+        self._updated: int | None = None
+        self._agreed: tuple[int, CommitVector] | None = None
 
     @property
     def states(self) -> dict[int, LayerState]:
@@ -80,29 +88,33 @@ class Trainer:
 
     def initialize(self) -> None:
         """Fresh weights, a function of (seed, parameter name) alone, or those of `model.from_huggingface`."""
+        self._held = None
         values = initial_weights(self._config)
         for state in self.states.values():
             state.fill(values)
 
     def step(self, n: int) -> StepReport:
         """Train on the global batch of step n (from 1). The report is the same on all ranks but for rank and times."""
-        watch = Stopwatch()
+        self._watch = watch = Stopwatch()
+        self._now, self._run = n, None
+        self._phase = "data"
         micro_batches = self._loader.micro_batches(n)
         watch.lap("data_wait")
+        self._phase = "program"
         reduction = GradientReduction(self.states, self._holding.reduction_order(), self._connected, self._holding.tied)
         run = self._run_program(micro_batches, n, reduction)
         watch.lap("pipeline")
+        self._phase = "reduction"
         reduction.finish()
         watch.lap("reduce_wait")
-        agreed = self._agree(run, micro_batches)
+        self._phase = "commit"
+        agreed = self._agree(n, run, micro_batches)
         watch.lap("commit_wait")
-        rate = learning_rate(self._config.learning_rate, n, self._config.train.steps)
-        if agreed.finite:
-            self._update(n, rate, agreed)
-        for state in self._holding.trained():
-            state.gradient.zero_()
+        self._phase = "update"
+        self._carry_out(n, agreed)
         watch.lap("optimizer")
-        return self._report(n, agreed, rate, run, watch)
+        self._phase = None
+        return self._report(n, agreed, run)
 
     def evaluate(self) -> EvaluationReport:
         """Loss on `evaluate.samples` samples from all over the validation split; the same on every rank."""
@@ -140,6 +152,7 @@ class Trainer:
 
     def load(self, directory: str) -> None:
         """Fill weights and optimizer state from a checkpoint of any layout; moments with zeros from one of weights alone."""
+        self._held = None
         with Reader(directory) as reader:
             if reader.holds_weights_alone:
                 for state in self.states.values():
@@ -165,6 +178,39 @@ class Trainer:
         self._holding.keep(self._plan)
         self._loader.adopt(self._plan)
 
+    def standing(self) -> Standing:
+        """What this rank holds. An error leaves it: only a step that has been agreed on changes parameters."""
+        if self._held is None:
+            return Standing()
+        agreed = None if self._agreed is None else (self._agreed[0], tuple(self._agreed[1].values.tolist()))
+        return Standing(held=self._held, agreed=agreed)
+
+    def stand_at(self, step: int) -> None:
+        """The state is that of `step`; what is left of a later one is dropped."""
+        for state in self._holding.trained():
+            state.gradient.zero_()
+        if self._agreed is not None and self._agreed[0] > step:
+            self._agreed = None
+        self._held, self._updated = step, step
+
+    def recover(self, step: int, values: Sequence[float] | None, fills: Sequence[tuple[int, int]]) -> StepReport | None:
+        """After a failure every rank comes to hold `step`: who was about to carry it out does so, with the commit vector
+        `values`; others have done it; ranks that hold nothing are filled, `fills`: (rank, rank that holds the same).
+        Returns a report if the step was carried out here just now."""
+        report = None
+        if values is not None:
+            vector = CommitVector(self._plan.mesh, len(self._spec.states))
+            vector.values.copy_(torch.tensor(values, dtype=torch.float64))
+            if self._held is not None and self._held < step:
+                self._carry_out(step, vector.agreement())
+                report = self._report(step, vector.agreement(), None)
+            self._agreed = (step, vector)
+        for rank, donor in fills:
+            if self.rank in (rank, donor):
+                fill(list(self.states.values()), self._connected.data, rank, donor)
+        self.stand_at(step)
+        return report
+
     def measure_links(self) -> dict[str, float]:
         """Latency and bandwidth of this rank's links by name. All ranks call it together."""
         return measure_links(self._connected, self._device)
@@ -173,20 +219,29 @@ class Trainer:
         """From any thread: every rank leaves its lease after the same step, which is the next one that commits."""
         self._stop_asked = True
 
-    def close(self) -> None:
-        """Stop reading ahead and drop all groups, which wakes neighbours that wait on this rank."""
-        self._run = None
-        self._writer.close()
-        self._snapshots.close()
-        self._loader.close()
+    def disconnect(self) -> None:
+        """Drop all groups, which wakes neighbours that wait on this rank. The state stays."""
+        self._run = self._phase = None
         if self._groups is not None:
             self._groups.close()
             self._groups = None
+
+    def close(self) -> None:
+        """Stop reading ahead and writing, and drop all groups."""
+        self.disconnect()
+        self._writer.close()
+        self._snapshots.close()
+        self._loader.close()
 
     @property
     def current_op(self) -> str | None:
         """The op under way, or the one that an error ended."""
         return str(self._run.current) if self._run is not None and self._run.current is not None else None
+
+    def position(self) -> Position:
+        """From any thread: how far it is in its step."""
+        run, op = self._run, self.current_op
+        return Position(step=self._now, phase=self._phase, op=op, finished=0 if run is None else run.finished)
 
     @property
     def _connected(self) -> Groups:
@@ -232,7 +287,7 @@ class Trainer:
             tokens = sum(micro_batch.num_loss_tokens for micro_batch in micro_batches)
             vector.set_loss(self._at.data, float(torch.stack(run.losses).double().sum()), tokens)
 
-    def _agree(self, run: PipelineRun, micro_batches: Sequence[MicroBatch]) -> Agreement:
+    def _agree(self, n: int, run: PipelineRun, micro_batches: Sequence[MicroBatch]) -> Agreement:
         vector = CommitVector(self._plan.mesh, len(self._spec.states))
         for state in self._holding.trained():
             if self._holding.speaks_for(state):
@@ -240,31 +295,50 @@ class Trainer:
         self._set_loss(vector, run, micro_batches)
         if self._stop_asked:
             vector.ask_stop()
-        sum_over_all(vector.values, self._connected)
+        def got() -> None:
+            self._agreed = (n, vector)
+
+        sum_over_all(vector.values, self._connected, got=got)
         return vector.agreement()
 
-    def _update(self, n: int, rate: float, agreed: Agreement) -> None:
+    def _carry_out(self, n: int, agreed: Agreement) -> None:
+        """What step n does to the state, once all ranks know what it is."""
+        if agreed.finite:
+            self._update(n, agreed)
+        for state in self._holding.trained():
+            state.gradient.zero_()
+        self._held = n
+
+    def _update(self, n: int, agreed: Agreement) -> None:
+        """Can be done again after a failure in its second half, where ranks communicate."""
         clip = self._config.optimizer.clip_norm
         scale = 1.0 if clip is None else min(1.0, clip / (agreed.gradient_norm + 1e-6))
+        if self._updated != n:
+            for state in self._holding.trained():
+                update(state, self._config.optimizer, step=n, rate=self._rate(n), scale=scale / max(agreed.tokens, 1))
+            self._updated = n
         for state in self._holding.trained():
-            update(state, self._config.optimizer, step=n, rate=rate, scale=scale / max(agreed.tokens, 1))
             gather(state, self._connected.data)
 
-    def _report(self, n: int, agreed: Agreement, rate: float, run: PipelineRun, watch: Stopwatch) -> StepReport:
-        times = run.times()
+    def _rate(self, n: int) -> float:
+        return learning_rate(self._config.learning_rate, n, self._config.train.steps)
+
+    def _report(self, n: int, agreed: Agreement, run: PipelineRun | None) -> StepReport:
+        """run: absent when a failure came between; times of its parts are not known then."""
+        watch, times = self._watch, run.times() if run is not None else LayerTimes.none()
         return StepReport(
             step=n, rank=self.rank, loss=agreed.loss, tokens=agreed.tokens, gradient_norm=agreed.gradient_norm,
-            learning_rate=rate, skipped=not agreed.finite, stop=agreed.stop, seconds=watch.total,
-            compute_s=times.compute, data_wait_s=watch.laps["data_wait"],
-            receive_wait_s=times.receive_wait, reduce_wait_s=watch.laps["reduce_wait"],
-            commit_wait_s=watch.laps["commit_wait"], optimizer_s=watch.laps["optimizer"],
+            learning_rate=self._rate(n), skipped=not agreed.finite, stop=agreed.stop, seconds=watch.total,
+            compute_s=times.compute, data_wait_s=watch.lap_of("data_wait"),
+            receive_wait_s=times.receive_wait, reduce_wait_s=watch.lap_of("reduce_wait"),
+            commit_wait_s=watch.lap_of("commit_wait"), optimizer_s=watch.lap_of("optimizer"),
             layer_forward_s=dict(times.forward), layer_backward_s=dict(times.backward),
-            layer_weight_s=dict(times.weight), timeline=self._timeline(n, run, watch),
+            layer_weight_s=dict(times.weight), timeline=self._timeline(n, run),
         )
 
-    def _timeline(self, n: int, run: PipelineRun, watch: Stopwatch) -> Timeline | None:
-        interval = self._config.run.trace_interval
-        if interval is None or n % interval:
+    def _timeline(self, n: int, run: PipelineRun | None) -> Timeline | None:
+        interval, watch = self._config.run.trace_interval, self._watch
+        if run is None or interval is None or n % interval:
             return None
         return Timeline(start=time.time() - watch.total + watch.laps["data_wait"], seconds=watch.laps["pipeline"],
                         spans=tuple((str(op), start, end) for op, start, end in run.spans()))

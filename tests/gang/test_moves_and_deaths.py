@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from raytrain3d.checkpoint.store import step_directory, steps
 from raytrain3d.config import (CheckpointConfig, DataConfig, JobConfig, MeshConfig, ModelConfig, PipelineConfig,
-                               PlacementConfig, RebalanceConfig, RunConfig, TrainConfig)
+                               PlacementConfig, RebalanceConfig, RecoveryConfig, RunConfig, TrainConfig)
 from raytrain3d.data.prepare import prepare
 from raytrain3d.errors import RankFailed
 from raytrain3d.gang.mailbox import ask_socket
@@ -70,7 +70,7 @@ def make_job(directory: Path, name: str) -> JobConfig:
         mesh=MeshConfig(pipeline=2), pipeline=PipelineConfig(schedule="zb_h1", layers=(4, 2)),
         train=TrainConfig(steps=STEPS, global_batch=4, sequence=32, lease=3),
         checkpoint=CheckpointConfig(interval=6, keep=None), rebalance=RebalanceConfig(mode="off"),
-        placement=PlacementConfig(device="cpu"))
+        recovery=RecoveryConfig(deaths=0), placement=PlacementConfig(device="cpu"))
 
 
 def ask_until_heard(config: JobConfig, counts: str) -> None:

@@ -13,7 +13,7 @@ import psutil
 from fake_trainer import FakeTrainer
 
 from raytrain3d.config import (CheckpointConfig, DataConfig, EvaluateConfig, JobConfig, MeshConfig, ModelConfig,
-                               PlacementConfig, RebalanceConfig, RunConfig, TrainConfig)
+                               PlacementConfig, RebalanceConfig, RecoveryConfig, RunConfig, TrainConfig)
 from raytrain3d.data.prepare import prepare
 from raytrain3d.gang.run import run_job
 from raytrain3d.load import dump, load
@@ -23,7 +23,8 @@ SUPPORT = Path(__file__).parent
 
 def fake_job(directory: Path, *, name: str = "job", steps: int = 12, mesh: tuple[int, int, int] = (1, 2, 1),
              hundredths: int = 2, **sections: Any) -> JobConfig:
-    """A job on `mesh` whose steps take `hundredths` of a second. sections: keys of evaluate and checkpoint."""
+    """A job on `mesh` whose steps take `hundredths` of a second, which the first failure ends. sections: keys of evaluate,
+    checkpoint and recovery."""
     data = directory / "data"
     if not data.exists():
         for file in "ab":
@@ -37,6 +38,7 @@ def fake_job(directory: Path, *, name: str = "job", steps: int = 12, mesh: tuple
         evaluate=EvaluateConfig(interval=sections.get("evaluate")),
         checkpoint=CheckpointConfig(interval=sections.get("checkpoint"), resume=sections.get("resume", True)),
         rebalance=RebalanceConfig(mode="off"),
+        recovery=RecoveryConfig(deaths=sections.get("deaths", 0), errors=sections.get("errors", 0), backoff_s=0.1),
         placement=PlacementConfig(device="cpu", cpus_per_rank=sections.get("cpus_per_rank", 0.2),
                                   wait_s=sections.get("wait_s", 60)))
 

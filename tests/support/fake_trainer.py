@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,8 +16,11 @@ from typing import TYPE_CHECKING
 from raytrain3d.checkpoint.manifest import Manifest, Receipt
 from raytrain3d.checkpoint.progress import SaveProgress, SaveStart
 from raytrain3d.config import JobConfig
+from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.plan import Plan
+from raytrain3d.train.position import Position
 from raytrain3d.train.report import EvaluationReport, StepReport
+from raytrain3d.train.standing import Standing
 
 if TYPE_CHECKING:
     from raytrain3d.checkpoint.layout import Piece
@@ -26,7 +30,8 @@ FAULT = "fault.json"
 
 
 def set_fault(config: JobConfig, rank: int, step: int | str, kind: str) -> None:
-    """step: 0 for joining, `links` for their measurement. kind: exit, raise, connection, hang."""
+    """step: 0 for joining, `links` for their measurement, `recover` for being filled. kind: exit, raise, connection, hang.
+    Happens once."""
     path = Path(config.run.directory) / FAULT
     path.with_suffix(".partial").write_text(json.dumps({"rank": rank, "step": step, "kind": kind}))
     path.with_suffix(".partial").replace(path)
@@ -41,13 +46,16 @@ class FakeTrainer:
         self._directory = Path(config.run.directory)
         self._links: list[Connection] = []
         self._stop_asked = False
+        self._now = 0
+        self._held: int | None = None
+        self._agreed: tuple[int, tuple[float, ...]] | None = None
         self._saving = 0
         self._writer: ShardWriter | None = None
         self.current_op: str | None = None
 
     def connect(self, host: str, port: int, generation: int) -> None:
         self._fail(0)
-        address = f"\0raytrain3d-fake-{port}"  # abstract: leaves no file
+        address = f"\0raytrain3d-fake-{port}-{generation}"  # abstract: leaves no file
         if self._rank == 0:
             with Listener(address, "AF_UNIX", backlog=64) as listener:
                 self._links = [listener.accept() for _ in range(1, self._plan.mesh.size)]
@@ -69,11 +77,14 @@ class FakeTrainer:
 
     def step(self, n: int) -> StepReport:
         start = time.perf_counter()
-        self.current_op = f"{self._stage}F0"
+        self.current_op, self._now = f"{self._stage}F0", n
         self._fail(n)
         time.sleep(self._config.train.seed / 100)
-        stop = self._exchange(self._stop_asked)
-        seconds = time.perf_counter() - start
+        stop = self._exchange(self._stop_asked, n)
+        self._held = n
+        return self._report(n, stop, time.perf_counter() - start)
+
+    def _report(self, n: int, stop: bool, seconds: float) -> StepReport:
         return StepReport(step=n, rank=self._rank, loss=5.0 / n, tokens=100, gradient_norm=1.0, learning_rate=1e-3,
                           stop=stop, seconds=seconds, compute_s=seconds / 2, data_wait_s=0.0, receive_wait_s=0.0,
                           reduce_wait_s=0.0, commit_wait_s=seconds / 2, optimizer_s=0.0, layer_forward_s={0: 0.1})
@@ -111,26 +122,53 @@ class FakeTrainer:
     def request_stop(self) -> None:
         self._stop_asked = True
 
+    def adopt(self, stages: Stages, shares: tuple[int, ...]) -> None:
+        pass
+
+    def position(self) -> Position:
+        return Position(step=self._now, phase="program", op=self.current_op)
+
+    def standing(self) -> Standing:
+        return Standing(held=self._held, agreed=self._agreed if self._held is not None else None)
+
+    def stand_at(self, step: int) -> None:
+        self._held = step
+
+    def recover(self, step: int, values: Sequence[float] | None, fills: Sequence[tuple[int, int]]) -> StepReport | None:
+        self._fail("recover")
+        forward = self._held is not None and self._held < step
+        assert not forward or (self._held == step - 1 and values is not None)
+        assert self._held is not None or self._rank in dict(fills)
+        self._held = step
+        return self._report(step, False, 0.01) if forward else None
+
+    def disconnect(self) -> None:
+        self.close()
+
     def close(self) -> None:
         for link in self._links:
             link.close()
         self._links = []
 
-    def _exchange(self, flag: bool) -> bool:
+    def _exchange(self, flag: bool, n: int | None = None) -> bool:
         try:
-            return self._sum(flag)
+            return self._sum(flag, n)
         except (EOFError, OSError):
             raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer") from None
 
-    def _sum(self, flag: bool) -> bool:
+    def _sum(self, flag: bool, n: int | None) -> bool:
         if self._rank == 0:
             wishes = [link.recv() for link in self._links]
             total = flag or any(wishes)
+        else:
+            self._links[0].send(flag)
+            total = bool(self._links[0].recv())
+        if n is not None:
+            self._agreed = (n, (float(total),))
+        if self._rank == 0:
             for link in self._links:
                 link.send(total)
-            return total
-        self._links[0].send(flag)
-        return bool(self._links[0].recv())
+        return total
 
     def _pieces(self) -> list["Piece"]:
         import torch
@@ -149,6 +187,7 @@ class FakeTrainer:
             return
         if (fault["rank"], fault["step"]) != (self._rank, step):
             return
+        (self._directory / FAULT).unlink()
         match fault["kind"]:
             case "exit":
                 os.kill(os.getpid(), signal.SIGKILL)

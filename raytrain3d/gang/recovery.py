@@ -1,0 +1,65 @@
+"""After ranks were lost: from which step do all go on, and who fills those that hold nothing? Pure.
+
+Survivors differ by one step at most. If anyone has got the commit vector of a step, everyone had finished its part of it,
+so it can be carried out everywhere; else nobody has changed anything, and the step is done again. A rank that holds nothing
+is filled by one that holds the same, its nearest neighbour on the data axis. Where there is none, all go back to a
+checkpoint.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from raytrain3d.plan.mesh import Mesh
+from raytrain3d.train.standing import Standing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GoOn:
+    """All come to hold `step`."""
+
+    step: int
+    values: tuple[float, ...] | None
+    """The commit vector of `step`, for ranks that have not carried it out yet."""
+    forward: tuple[int, ...]
+    """Ranks that carry it out."""
+    fills: tuple[tuple[int, int], ...]
+    """(rank that holds nothing, rank that holds the same as it should)"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GoBack:
+    """To the newest checkpoint."""
+
+    reason: str
+
+
+def decide(standings: Mapping[int, Standing], mesh: Mesh, *, shards: int) -> GoOn | GoBack:
+    """standings: of the ranks that are left. shards: parts that a layer's state is cut into along the data axis, 1 where
+    every replica holds all of it."""
+    held = {rank: standing.held for rank, standing in standings.items() if standing.held is not None}
+    agreed = dict(standing.agreed for standing in standings.values() if standing.agreed is not None)
+    if not held:
+        return GoBack(reason="no rank is left that holds anything")
+    step = max([*held.values(), *agreed])
+    forward = tuple(sorted(rank for rank, n in held.items() if n < step))
+    if any(held[rank] != step - 1 for rank in forward) or (forward and step not in agreed):
+        return GoBack(reason=f"ranks that are left stand at steps {', '.join(map(str, sorted(set(held.values()))))}")
+    donors = {rank: _donor(rank, held, mesh, shards) for rank in range(mesh.size) if rank not in held}
+    alone = [rank for rank, donor in donors.items() if donor is None]
+    if alone:
+        return GoBack(reason=f"nobody else holds what {ranks_text(alone)} held")
+    fills = tuple((rank, donor) for rank, donor in sorted(donors.items()) if donor is not None)
+    return GoOn(step=step, values=agreed.get(step), forward=forward, fills=fills)
+
+
+def _donor(rank: int, holders: Iterable[int], mesh: Mesh, shards: int) -> int | None:
+    """The nearest rank on the data axis that holds the same shard."""
+    at, found = mesh.coordinate(rank), set(holders)
+    same = [mesh.rank(replace(at, data=data)) for data in sorted(range(mesh.data), key=lambda data: abs(data - at.data))
+            if data % shards == at.data % shards]
+    return next((other for other in same if other in found), None)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 3, 5`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

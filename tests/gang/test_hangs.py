@@ -1,0 +1,67 @@
+"""Ranks that stop, fall asleep, lose a message or raise: each is named, ended and replaced, and the run ends bit-equal.
+
+The normal run has one job with a fault of every kind; `pytest -m slow tests/gang/test_hangs.py` 20 seeded jobs for each.
+"""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from chaos import Kill, kills_left, plan_kills
+from chaos_jobs import STEPS, Undisturbed, lines, make_job, outcome, run
+
+from raytrain3d.config import JobConfig
+
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("nothing_left")]
+
+MESH, LIMIT_S, RECOVERED_S = (2, 2, 1), 4.0, 20.0
+
+
+def draw_fault(how: str, draw: random.Random, step: int) -> tuple[Kill, str | None]:
+    """A fault, and the op that is to be named with it. Every replica has 2 micro-batches, each rank one stage."""
+    rank = draw.randrange(4)
+    if how == "skip":  # what is missed is the last message of a channel, as its messages carry no names
+        return Kill(rank=rank, point="send", step=step, count=1, how=how), f"{rank % 2}S{'FB'[rank % 2]}1"
+    point, count = draw.choice(["forward", "backward", "reduction", "commit", "agreed"]), draw.randrange(2)
+    if point not in ("forward", "backward"):
+        return Kill(rank=rank, point=point, step=step, how=how), None
+    op = f"{rank % 2}{point[0].upper()}{count}"
+    return Kill(rank=rank, point=point, step=step, count=count, how=how), op if how != "stop" else None
+
+
+def check(config: JobConfig, faults: list[tuple[Kill, str | None]], undisturbed: Undisturbed) -> None:
+    config = replace(config, recovery=replace(config.recovery, hang_limit_s=LIMIT_S, errors=len(faults)))
+    plan_kills(config, [fault for fault, _ in faults])
+    text = run(config, move=False)
+    assert kills_left(config) == [], text
+    events = lines(config, "events.jsonl")
+    failures = [event for event in events if event["event"] == "failure"]
+    assert len(failures) == len(faults), text
+    for (fault, op), failure in zip(faults, failures, strict=True):
+        assert failure["ranks"] == [fault.rank], text
+        assert f"in step {fault.step}" in failure["text"] and (op is None or f"op {op}:" in failure["text"]), failure["text"]
+        if fault.how in ("sleep", "skip"):
+            assert 'File "' in failure["details"], "the stack of the culprit"
+    assert all(event["seconds"] < RECOVERED_S for event in events if event["event"] == "recovered")
+    assert outcome(config) == undisturbed[MESH], text
+
+
+def test_faults_of_every_kind_are_named_and_survived(undisturbed: Undisturbed) -> None:
+    faults: list[tuple[Kill, str | None]] = [
+        (Kill(rank=2, point="backward", step=5, count=1, how="sleep"), "0B1"),
+        (Kill(rank=1, point="forward", step=12, count=0, how="stop"), None),
+        (Kill(rank=3, point="send", step=20, count=1, how="skip"), "1SB1"),
+        (Kill(rank=0, point="backward", step=29, count=0, how="raise"), "0B0"),
+        (Kill(rank=2, point="reduction", step=35, how="sleep"), None)]
+    check(make_job(undisturbed.directory, "faults", MESH), faults, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("how", ["stop", "sleep", "skip", "raise"])
+def test_the_culprit_is_named_in_every_trial(how: str, seed: int, undisturbed: Undisturbed) -> None:
+    draw = random.Random(f"{how} {seed}")
+    fault: Any = draw_fault(how, draw, draw.randrange(2, STEPS))
+    check(make_job(undisturbed.directory, f"{how}-{seed}", MESH), [fault], undisturbed)
