@@ -99,6 +99,7 @@ class Controller:
             return self._run()
         finally:
             self._rebalancer.close()
+            self._recoverer.close()
 
     def _run(self) -> Ending:
         while True:

@@ -110,6 +110,7 @@ class Fleet:
 
     def stand(self, ranks: Collection[int]) -> dict[int, Standing]:
         """These ranks leave their groups and say what they hold."""
+        self._abort()
         futures = {handle.rank: handle.call(RankWorker.stand) for handle in self._ranks if handle.rank in ranks}
         return dict(zip(sorted(futures), self._all("leaving their groups", futures, self._limits.work_s), strict=True))
 
@@ -239,9 +240,14 @@ class Fleet:
                 raise FleetFailed([Sign(rank=rank, kind="silent", cause=f"no answer in {limit_s:g} s", during=what)
                                    for rank in silent])
 
+    def _abort(self) -> None:
+        """No rank waits on its device for another one any more."""
+        wait([handle.ask(RankWorker.abort) for handle in self._ranks], timeout=POLL_S)
+
     def _failure(self, futures: Mapping[int, Future[T]], what: str | None) -> FleetFailed:
         """Collect signs until what happened is clear. what: absent while training."""
-        for handle in self._ranks:  # whoever waits for a rank that has nothing to do any more is freed by it
+        self._abort()
+        for handle in self._ranks:  # who has nothing to do any more frees whoever waits for it
             handle.call(RankWorker.stand)
         signs: dict[int, Sign] = {}
         start = time.monotonic()

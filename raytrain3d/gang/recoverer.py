@@ -50,6 +50,10 @@ class Recoverer:
         self._store = self._serve()
         self._fleet.join(self._host, self._store.port, self.generation)
 
+    def close(self) -> None:
+        """Give the store's port back."""
+        self._store = None
+
     def failed(self, step: int, signs: Sequence[Sign], plan: Plan, *, starting: bool) -> RayTrain3DError | None:
         """Ranks failed, after `step` had been done. Returns the error that ends the run, if it cannot go on; starting: it
         cannot, since what is wrong then will be so again."""

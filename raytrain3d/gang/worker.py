@@ -247,6 +247,12 @@ class RankWorker:
                 self._reports.popleft()
             return list(self._reports)
 
+    def abort(self) -> None:
+        """Another rank is lost: do not wait for it."""
+        trainer = self._trainer
+        if trainer is not None:
+            trainer.abort()
+
     def position(self) -> Position:
         """Where the thread that trains is."""
         if self._trainer is None:

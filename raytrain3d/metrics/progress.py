@@ -44,6 +44,8 @@ class TimeLeft:
         self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
 
     def after(self, summary: StepSummary) -> float:
+        if self._ends and summary.step <= self._ends[-1][0]:  # the run went back to a checkpoint
+            self._ends.clear()
         self._ends.append((summary.step, time.monotonic()))
         (first, start), (last, end) = self._ends[0], self._ends[-1]
         # Reports come in batches, so few steps say little about the time between them.

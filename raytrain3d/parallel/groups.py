@@ -107,6 +107,11 @@ class Group:
         assert self._backend is not None
         return Work(self._backend.recv([tensor], sender, 0))
 
+    def abort(self) -> None:
+        """From any thread: end what is under way. Gloo ends by itself when a neighbour is gone; kernels of NCCL wait on."""
+        if self._backend is not None and not self._on_host:
+            self._backend.abort()
+
     def close(self) -> None:
         self._backend = None
 
@@ -147,6 +152,7 @@ class Groups:
         self.channels = {channel: make(f"channel/{'forward' if channel.forward else 'backward'}",
                                        (pipeline[channel.sender], pipeline[channel.receiver]))
                          for channel in channels_of(placement) if at.pipeline in (channel.sender, channel.receiver)}
+        self._is_aborted = False
         self._try_channels(torch.device("cuda", torch.cuda.current_device()) if device == "gpu" else torch.device("cpu"))
 
     def _try_channels(self, device: torch.device) -> None:
@@ -155,12 +161,26 @@ class Groups:
         for group in self.channels.values():
             (group.send(probe, 1) if group.index == 0 else group.receive(probe, 0)).wait()
 
+    def abort(self) -> None:
+        """From any thread: another rank is lost. Whoever waits here on a device wakes, with garbage in its buffers."""
+        self._is_aborted = True
+        for group in self._all():
+            group.abort()
+
+    def check(self) -> None:
+        """ConnectionError if the groups were aborted, so that what came through them may be garbage."""
+        if self._is_aborted:
+            raise ConnectionError("communicator was aborted: another rank is lost")
+
     def close(self) -> None:
         """Drop every reference, which closes the sockets and wakes whoever waits on this rank."""
-        for group in (self.tensor, self.data, self.ends, self.gang, self.leaders, *self.channels.values()):
-            if group is not None:
-                group.close()
+        for group in self._all():
+            group.close()
         self.channels.clear()
+
+    def _all(self) -> list[Group]:
+        groups = (self.tensor, self.data, self.ends, self.gang, self.leaders, *self.channels.values())
+        return [group for group in groups if group is not None]
 
 
 def serve_store(host: str, port: int = 0) -> TCPStore:

@@ -219,6 +219,12 @@ class Trainer:
         """From any thread: every rank leaves its lease after the same step, which is the next one that commits."""
         self._stop_asked = True
 
+    def abort(self) -> None:
+        """From any thread: another rank is lost, so nothing that is under way will be."""
+        groups = self._groups
+        if groups is not None:
+            groups.abort()
+
     def disconnect(self) -> None:
         """Drop all groups, which wakes neighbours that wait on this rank. The state stays."""
         self._run = self._phase = None
@@ -293,6 +299,7 @@ class Trainer:
             if self._holding.speaks_for(state):
                 vector.set_norm(state.spec.index, self._at.tensor, self._at.data, state.squared_norm())
         self._set_loss(vector, run, micro_batches)
+        self._connected.check()  # after the device has come to the end of its reductions: the norms are of whole ones
         if self._stop_asked:
             vector.ask_stop()
         def got() -> None:

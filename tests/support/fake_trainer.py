@@ -142,6 +142,9 @@ class FakeTrainer:
         self._held = step
         return self._report(step, False, 0.01) if forward else None
 
+    def abort(self) -> None:
+        pass
+
     def disconnect(self) -> None:
         self.close()
 
