@@ -101,6 +101,5 @@ def test_a_death_in_a_recovery_begins_it_anew(tmp_path: Path) -> None:
         driver.wait_for("recovered in")
         ask_socket(Path(config.run.directory) / "job", "stop")
         assert driver.process.wait(40) == 0
-        assert "nobody else holds what ranks 1, 3 held, so all went back to the checkpoint of step" in driver.output
     assert [event["ranks"] for event in events(config, "failure")] == [[3], [1]]
     assert [event["generation"] for event in events(config, "recovered")] == [2]
