@@ -311,18 +311,18 @@ class Trainer:
     def _carry_out(self, n: int, agreed: Agreement) -> None:
         """What step n does to the state, once all ranks know what it is."""
         if agreed.finite:
-            self._update(n, agreed)
+            self._update(n, self._rate(n), agreed)
         for state in self._holding.trained():
             state.gradient.zero_()
         self._held = n
 
-    def _update(self, n: int, agreed: Agreement) -> None:
+    def _update(self, n: int, rate: float, agreed: Agreement) -> None:
         """Can be done again after a failure in its second half, where ranks communicate."""
         clip = self._config.optimizer.clip_norm
         scale = 1.0 if clip is None else min(1.0, clip / (agreed.gradient_norm + 1e-6))
         if self._updated != n:
             for state in self._holding.trained():
-                update(state, self._config.optimizer, step=n, rate=self._rate(n), scale=scale / max(agreed.tokens, 1))
+                update(state, self._config.optimizer, step=n, rate=rate, scale=scale / max(agreed.tokens, 1))
             self._updated = n
         for state in self._holding.trained():
             gather(state, self._connected.data)
