@@ -7,7 +7,7 @@ from runtime import Runtime
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from raytrain3d.model.loss import cross_entropy
+from raytrain3d.model.loss import Rows, cross_entropy
 from raytrain3d.model.transformer import Head, Layer
 from raytrain3d.parallel.pipeline import Feed, PipelineRun, Stage
 from raytrain3d.plan.program import Programs
@@ -57,7 +57,7 @@ class SameLayers(nn.Module):
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """logits: (batch, seq, vocabulary), targets: (batch, seq) -> scalar, by our own cross-entropy."""
-    return cross_entropy(logits.flatten(0, 1), targets.flatten(), vocabulary=logits.shape[-1])
+    return cross_entropy(logits.flatten(0, 1), targets.flatten(), Rows(vocabulary=logits.shape[-1]))
 
 
 class TorchPipeline:

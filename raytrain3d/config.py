@@ -239,6 +239,9 @@ class TrainConfig:
     """`full` keeps only the input of each layer and runs its forward again before its backward."""
     sharding: Literal["none", "optimizer"] = "none"
     """What is sharded over the data axis: nothing, or optimizer state and master weights (ZeRO-1)."""
+    loss_chunk: int | None = 4096
+    """Most tokens whose logits exist at a time: the head goes through a micro-batch in parts of equal size and makes their
+    gradients in its forward. Absent: in its backward, and logits of whole micro-batches are kept until then."""
     deterministic: bool = False
     """Keep the replicas' shares of micro-batches fixed, so that a run with the same seed and layout is the same to the
     bit."""
@@ -247,7 +250,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _positive("train", steps=self.steps, global_batch=self.global_batch, micro_batch=self.micro_batch,
-                  sequence=self.sequence, lease=self.lease)
+                  sequence=self.sequence, loss_chunk=self.loss_chunk, lease=self.lease)
         _require(self.seed >= 0, "train.seed", self.seed, "must be at least 0")
         _require(self.global_batch % self.micro_batch == 0, "train.global_batch", self.global_batch,
                  f"must be a multiple of train.micro_batch ({self.micro_batch})")

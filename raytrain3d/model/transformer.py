@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from raytrain3d.config import ModelConfig
 from raytrain3d.model.dropout import DropoutKeys, dropout, keep_mask
 from raytrain3d.model.functional import embedding, linear
-from raytrain3d.model.loss import Reduction, cross_entropy, unchanged
+from raytrain3d.model.loss import Reduction, Rows, cross_entropy, projected_cross_entropy, unchanged
 from raytrain3d.model.rotary import RotaryTables, rotate
 
 
@@ -204,6 +204,8 @@ class Head(Layer):
         self.first_row = 0
         self.maximum: Reduction = unchanged
         self.total: Reduction = unchanged
+        self.loss_chunk: int | None = None
+        """Tokens whose logits exist at a time in `forward` (`train.loss_chunk`); None: those of all."""
 
     def logits(self, x: Tensor) -> Tensor:
         """x: (batch, seq, hidden) -> (batch, seq, rows held here)."""
@@ -212,8 +214,11 @@ class Head(Layer):
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         """x: (batch, seq, hidden), targets: (batch, seq) -> sum of losses, a scalar."""
-        return cross_entropy(self.logits(x).flatten(0, 1), targets.flatten(), first=self.first_row,
-                             vocabulary=self.model.vocabulary, maximum=self.maximum, total=self.total)
+        rows = Rows(first=self.first_row, vocabulary=self.model.vocabulary, maximum=self.maximum, total=self.total)
+        if self.loss_chunk is None:
+            return cross_entropy(self.logits(x).flatten(0, 1), targets.flatten(), rows)
+        x = self.enter(self.norm(x)).flatten(0, 1)
+        return projected_cross_entropy(x, self.output.weight, targets.flatten(), rows, chunk=self.loss_chunk)
 
 
 def build_layers(model: ModelConfig, layers: Iterable[int]) -> dict[int, Layer]:

@@ -55,12 +55,23 @@ def layer_flops(layer: LayerSpec, sequence: int, *, recompute: bool = False, cau
 def layer_costs(config: JobConfig, spec: ModelSpec) -> tuple[LayerCost, ...]:
     """FLOPs of one sample by layer, as this job computes them. Recompute covers every layer, the head too.
 
-    The embedding multiplies nothing; it gets one FLOP per element that it looks up, so that no layer is free.
+    The embedding multiplies nothing; it gets one FLOP per element that it looks up, so that no layer is free. A head that
+    goes through its tokens in chunks makes all gradients in its forward, under recompute in the second one.
     """
     sequence, recompute = config.train.sequence, config.train.recompute == "full"
     lookup = float(sequence * config.model.hidden)
-    return tuple(LayerCost(forward=lookup, backward_input=lookup, backward_weight=0.0) if layer.kind == "embedding"
-                 else layer_flops(layer, sequence, recompute=recompute) for layer in spec.layers)
+
+    def cost(layer: LayerSpec) -> LayerCost:
+        flops = layer_flops(layer, sequence, recompute=recompute)
+        if layer.kind == "embedding":
+            return LayerCost(forward=lookup, backward_input=lookup, backward_weight=0.0)
+        if layer.kind != "head" or config.train.loss_chunk is None:
+            return flops
+        if recompute:
+            return LayerCost(forward=flops.forward, backward_input=flops.backward, backward_weight=0.0)
+        return LayerCost(forward=flops.total, backward_input=lookup, backward_weight=0.0)
+
+    return tuple(map(cost, spec.layers))
 
 
 def stage_cost(costs: tuple[LayerCost, ...], layers: range) -> LayerCost:

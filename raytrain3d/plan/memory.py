@@ -87,7 +87,7 @@ def activation_bytes_per_token(layer: LayerSpec, model: ModelConfig, *, dtype: s
         case "embedding":
             return 9 + mask  # an int64 id and whether the row is held elsewhere
         case "head":
-            return 2 * hidden * element  # input and output of the norm
+            return 2 * hidden * element  # input and output of the norm; in chunks the output's gradient in its place
     rows = {param.name: param.local_shape(tensor)[0] for param in layer.params}
     query, key = rows["attention.query.weight"], rows["attention.key.weight"]
     inner = rows["mlp.up.weight"] * (4 if model.family == "llama" else 2)
@@ -108,7 +108,8 @@ def kept_memory(config: JobConfig, spec: ModelSpec, layers: range, after: Kind) 
         return Memory(activations=tokens * sum(8 if spec.layers[i].kind == "embedding" else carried for i in layers))
     output = 0 if last in layers else carried  # the last layer's output is kept with its graph
     kept = sum(_layer_bytes(config, spec.layers[i]) for i in layers) + output
-    return Memory(activations=round(tokens * kept), logits=tokens * _logit_bytes(config) if last in layers else 0)
+    logits = _logit_bytes(config, tokens) if last in layers and train.loss_chunk is None else 0
+    return Memory(activations=round(tokens * kept), logits=logits)
 
 
 def _layer_bytes(config: JobConfig, layer: LayerSpec) -> float:
@@ -117,9 +118,18 @@ def _layer_bytes(config: JobConfig, layer: LayerSpec) -> float:
                                       tensor=config.mesh.tensor)
 
 
-def _logit_bytes(config: JobConfig) -> int:
-    """Of one token on the rank that holds the head."""
-    return vocabulary_rows(config.model, config.mesh.tensor) * EXACT_BYTES[config.train.dtype]
+def _logit_bytes(config: JobConfig, tokens: int) -> int:
+    """Of `tokens` tokens on the rank that holds the head."""
+    return tokens * vocabulary_rows(config.model, config.mesh.tensor) * EXACT_BYTES[config.train.dtype]
+
+
+def _passing_logits(config: JobConfig) -> int:
+    """Bytes of the logits that live only within an op: one chunk (`train.loss_chunk`), or all of a recomputed head."""
+    train, tokens = config.train, config.train.micro_batch * config.train.sequence
+    if train.loss_chunk is not None:
+        chunks = -(-tokens // train.loss_chunk)
+        return _logit_bytes(config, -(-tokens // chunks))
+    return _logit_bytes(config, tokens) if train.recompute == "full" else 0
 
 
 def activation_memory(config: JobConfig, spec: ModelSpec, stages: Mapping[int, range], ops: Iterable[Op]) -> Memory:
@@ -130,12 +140,14 @@ def activation_memory(config: JobConfig, spec: ModelSpec, stages: Mapping[int, r
     kept = cache(lambda stage, after: kept_memory(config, spec, stages[stage], after))
     held = held_at_peak(ops, lambda stage, after: kept(stage, after).total)
     memory = sum((kept(*what) * count for what, count in held.items()), Memory())
-    if not held or config.train.recompute == "none":
+    if not held:
         return memory
     layers, tokens = [i for stage in stages.values() for i in stage], config.train.micro_batch * config.train.sequence
-    live = max(_layer_bytes(config, spec.layers[i]) for i in layers)
-    logits = _logit_bytes(config) if len(spec.layers) - 1 in layers else 0
-    return memory + Memory(activations=round(tokens * live), logits=tokens * logits)
+    if len(spec.layers) - 1 in layers:
+        memory += Memory(logits=_passing_logits(config))
+    if config.train.recompute == "full":
+        memory += Memory(activations=round(tokens * max(_layer_bytes(config, spec.layers[i]) for i in layers)))
+    return memory
 
 
 def vocabulary_rows(model: ModelConfig, tensor: int) -> int:

@@ -37,7 +37,8 @@ def evaluate_checkpoint(reader: Reader, config: JobConfig) -> EvaluationReport:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loader = Loader(config, make_plan(config), 0)
     try:
-        model = WholeModel(reader, dtype=DTYPES[config.train.dtype], device=device)
+        model = WholeModel(reader, dtype=DTYPES[config.train.dtype], device=device,
+                           loss_chunk=config.train.loss_chunk)
         micro_batches = loader.validation()
         loss = sum(float(model.loss(each.tokens, each.targets)) for each in micro_batches)
     finally:

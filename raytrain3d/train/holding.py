@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from raytrain3d.config import JobConfig, ModelConfig
-from raytrain3d.model.transformer import Layer, build_layers
+from raytrain3d.model.transformer import Head, Layer, build_layers
 from raytrain3d.parallel.groups import Group
 from raytrain3d.parallel.layer_state import LayerState
 from raytrain3d.parallel.pipeline import Stage
@@ -87,6 +87,8 @@ class Holding:
     def _build(self, index: int) -> None:
         (layer,) = self._build_layers(self._config.model, [index]).values()
         layer.bind(self.states[index].parameters)
+        if isinstance(layer, Head):
+            layer.loss_chunk = self._config.train.loss_chunk
         tied: dict[str, Any] = {} if self.tied is None or self.tied not in self.states else self.states[self.tied].parameters
         if tied and index == 0:
             layer.bind({"tokens.weight": tied["tokens.weight"]})

@@ -10,8 +10,9 @@ from raytrain3d.model.transformer import Embedding, Head, build_layers
 class WholeModel:
     """All layers, for forwards alone."""
 
-    def __init__(self, reader: Reader, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Weights of the checkpoint, cast to `dtype` for computing."""
+    def __init__(self, reader: Reader, *, dtype: torch.dtype, device: torch.device,
+                 loss_chunk: int | None = None) -> None:
+        """Weights of the checkpoint, cast to `dtype` for computing. loss_chunk: as in `train.loss_chunk`."""
         self.config, self.device = reader.model, device
         table = reader.manifest.parameters.get("embedding.positions.weight")
         self.positions = None if table is None else table[0]
@@ -20,6 +21,7 @@ class WholeModel:
         embedding, head = layers[0], layers[self.config.blocks + 1]
         assert isinstance(embedding, Embedding)
         assert isinstance(head, Head)
+        head.loss_chunk = loss_chunk
         self._embedding, self._head = embedding, head
         self._blocks = [layers[index] for index in range(1, self.config.blocks + 1)]
         for name in reader.manifest.parameters:

@@ -85,3 +85,14 @@ def test_embedding_costs_next_to_nothing_but_not_nothing(job: Job) -> None:
     costs = layer_costs(config, model_spec(config.model, config.train, 1))
     assert 0 < costs[0].total < costs[1].total / 100
     assert stage_cost(costs, range(2)).forward == costs[0].forward + costs[1].forward
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_loss_in_chunks_makes_all_gradients_of_the_head_in_its_forward(job: Job, recompute: str) -> None:
+    """In the second one under recompute. It costs what it costs otherwise."""
+    config, whole = job(recompute=recompute), job(recompute=recompute, loss_chunk=None)
+    spec = model_spec(config.model, config.train, 1)
+    head, other = (layer_costs(each, spec)[-1] for each in (config, whole))
+    assert head.total == pytest.approx(other.total, rel=1e-2)
+    assert head.backward_weight == 0
+    assert head.forward == (other.forward if recompute == "full" else other.total)

@@ -107,9 +107,18 @@ def test_activations_grow_with_micro_batches_in_flight_and_recompute_keeps_input
 
 def test_logits_are_on_the_last_stage_and_divided_over_tensor_ranks(job: Job) -> None:
     """4 s b V / t bytes for each micro-batch in flight."""
-    changes = {"tensor": 2, "micro_batch": 2, "dtype": "bf16"}
+    changes = {"tensor": 2, "micro_batch": 2, "dtype": "bf16", "loss_chunk": None}
     assert activations_of(job, range(3), warm_up(4), **changes).logits == 0
     assert activations_of(job, range(3, 6), warm_up(3), **changes).logits == 3 * 4 * 32 * 2 * 256 // 2
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_loss_in_chunks_has_the_logits_of_one_chunk(job: Job, recompute: str) -> None:
+    """However many micro-batches are in flight. 2 x 32 tokens in parts of at most 30 are three parts of at most 22."""
+    changes = {"micro_batch": 2, "loss_chunk": 30, "recompute": recompute}
+    assert activations_of(job, range(3), warm_up(4), **changes).logits == 0
+    for in_flight in (1, 4):
+        assert activations_of(job, range(3, 6), warm_up(in_flight), **changes).logits == 22 * 256 * 4
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -20,14 +20,15 @@ from raytrain3d.train.trainer import Trainer
 
 def small_job(*, model: dict[str, Any] | None = None, mesh: dict[str, int] | None = None,
               pipeline: dict[str, Any] | None = None, train: dict[str, Any] | None = None) -> JobConfig:
-    """Llama-shaped: 3 blocks, hidden 32, 8 heads, vocabulary 101; 4 samples of 16 tokens a step."""
+    """Llama-shaped: 3 blocks, hidden 32, 8 heads, vocabulary 101; 4 samples of 16 tokens a step, whose loss takes several
+    chunks."""
     shape: dict[str, Any] = {"vocabulary": 101, "hidden": 32, "blocks": 3, "heads": 8, "kv_heads": 4, "feed_forward": 64,
                              "initial_std": 0.1, "vocabulary_multiple": 4, **(model or {})}
     return JobConfig(
         run=RunConfig(name="test"), model=ModelConfig(**shape), mesh=MeshConfig(**(mesh or {})),
         pipeline=PipelineConfig(**(pipeline or {})), data=DataConfig(path="nowhere"),
         train=TrainConfig(**{"steps": 20, "global_batch": 4, "micro_batch": 1, "sequence": 16, "dtype": "fp64",
-                             **(train or {})}),
+                             "loss_chunk": 7, **(train or {})}),
         learning_rate=LearningRateConfig(peak=3e-4, warmup=5))
 
 
@@ -112,6 +113,6 @@ class JobRunner:
 
 
 def unsharded(config: JobConfig) -> JobConfig:
-    """The same job on one rank, one micro-batch at a time."""
+    """The same job on one rank, one micro-batch at a time, with the loss from whole logits."""
     return replace(config, mesh=MeshConfig(), pipeline=PipelineConfig(),
-                   train=replace(config.train, sharding="none", recompute="none", micro_batch=1))
+                   train=replace(config.train, sharding="none", recompute="none", micro_batch=1, loss_chunk=None))

@@ -127,7 +127,7 @@ MESHES = [(data, pipeline, tensor) for tensor in (1, 2, 4, 8) for pipeline in (1
 FACTORS: dict[str, Sequence[Any]] = {
     "mesh": MESHES, "family": ("llama", "gpt2"), "tied": (False, True), "schedule": ("1f1b", "gpipe"),
     "uneven": (False, True), "sharding": ("none", "optimizer"), "recompute": ("none", "full"), "dropout": (0.0, 0.1),
-    "micro_batch": (1, 2), "dtype": ("fp64", "fp32"),
+    "micro_batch": (1, 2), "loss_chunk": (7, None), "dtype": ("fp64", "fp32"),
 }
 Case = dict[str, Any]
 
@@ -171,7 +171,7 @@ def case_name(case: Case) -> str:
     flags = [name for name in ("tied", "uneven") if case[name]]
     return "-".join([f"{data}x{pipeline}x{tensor}", case["family"], case["schedule"], case["dtype"],
                      f"sharding_{case['sharding']}", f"recompute_{case['recompute']}",
-                     f"dropout_{case['dropout']}x{case['micro_batch']}", *flags])
+                     f"dropout_{case['dropout']}x{case['micro_batch']}", f"loss_chunk_{case['loss_chunk']}", *flags])
 
 
 def case_job(case: Case) -> JobConfig:
@@ -184,5 +184,5 @@ def case_job(case: Case) -> JobConfig:
              "dropout": case["dropout"], "attention_dropout": case["dropout"]}
     config = small_job(model=model, mesh={"data": data, "pipeline": pipeline, "tensor": tensor},
                        pipeline={"schedule": case["schedule"], "layers": layers},
-                       train={key: case[key] for key in ("sharding", "recompute", "micro_batch", "dtype")})
+                       train={key: case[key] for key in ("sharding", "recompute", "micro_batch", "loss_chunk", "dtype")})
     return replace(config, evaluate=replace(config.evaluate, samples=4))

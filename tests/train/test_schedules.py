@@ -42,6 +42,7 @@ TRAITS: dict[str, dict[str, Any]] = {
     "frozen_head": {"model": {"freeze": ("head", "blocks.7")}},
     "dropout": {"model": {"dropout": 0.1, "attention_dropout": 0.1}},
     "recompute": {"train": {"recompute": "full"}},
+    "whole_logits": {"train": {"loss_chunk": None}},
     "optimizer_sharding": {"train": {"sharding": "optimizer"}},
     "gpt2": {"model": {"family": "gpt2", "kv_heads": 4, "tied_embeddings": True}},
     "qwen": {"model": {"qkv_bias": True, "qk_norm": True}},
@@ -59,8 +60,9 @@ CASES = [
     pytest.param("zb_v", (1, 1, 1), 2, {}, id="zb_v-alone"),
     *(pytest.param(schedule, (2, 2, 1), 3, trait, id=f"{schedule}-{name}")
       for schedule, name in [("zb_h1", "tied"), ("zb_v", "tied"), ("zb_v", "frozen"), ("zb_h1", "frozen_head"),
-                             ("zb_v", "dropout"), ("zb_h1", "recompute"), ("zb_v", "optimizer_sharding"),
-                             ("zb_v", "gpt2"), ("zb_h1", "qwen"), ("interleaved", "tied")]
+                             ("zb_v", "dropout"), ("zb_h1", "recompute"), ("zb_h1", "whole_logits"),
+                             ("zb_v", "optimizer_sharding"), ("zb_v", "gpt2"), ("zb_h1", "qwen"),
+                             ("interleaved", "tied")]
       for trait in [TRAITS[name]]),
 ]
 
