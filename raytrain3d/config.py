@@ -242,6 +242,12 @@ class TrainConfig:
     loss_chunk: int | None = 4096
     """Most tokens whose logits exist at a time: the head goes through a micro-batch in parts of equal size and makes their
     gradients in its forward. Absent: in its backward, and logits of whole micro-batches are kept until then."""
+    offload_activations: bool = False
+    """Keep what the layers save for their backward in host memory. Their inputs stay on the device, and so does what weight
+    gradients of a split backward wait for. The copies take time: first see whether `recompute` does."""
+    offload_optimizer: bool = False
+    """Keep moments and FP32 master weights in host memory, and update there. Gradients go to the host and weights come
+    back, once a step."""
     deterministic: bool = False
     """Keep the replicas' shares of micro-batches fixed, so that a run with the same seed and layout is the same to the
     bit."""

@@ -54,13 +54,14 @@ def put_off() -> Iterator[WeightGradients]:
 class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x)
+        ctx.weight = weight  # not saved: under hooks (offload) a saved tensor comes back as another one, without `grad`
         return x @ weight.t()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        x, weight = ctx.saved_tensors
+        (x,), weight = ctx.saved_tensors, ctx.weight
         return (_compiled_backward if torch.compiler.is_compiling() else _linear_backward)(grad, x, weight), None
 
 

@@ -5,6 +5,7 @@ are views of them. With sharding over the data axis a rank owns the interval `ow
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +36,11 @@ class LayerState:
         own_size = self.own[1] - self.own[0]
         if not spec.frozen:
             self.gradient = torch.zeros(self.layout.size, dtype=exact, device=device)
-            self.exp_avg = torch.zeros(own_size, dtype=exact, device=device)
-            self.exp_avg_sq = torch.zeros(own_size, dtype=exact, device=device)
-            self.master = self.own_weights if dtype == exact else torch.zeros(own_size, dtype=exact, device=device)
+            on_host = config.train.offload_optimizer
+            make = partial(torch.zeros, own_size, dtype=exact, device="cpu" if on_host else device,
+                           pin_memory=on_host and device.type == "cuda")
+            self.exp_avg, self.exp_avg_sq = make(), make()
+            self.master = self.own_weights if dtype == exact and not on_host else make()
         self.parameters = {slot.param.name: self._parameter(slot) for slot in self.layout.slots}
 
     def _parameter(self, slot: Slot) -> nn.Parameter:
@@ -61,7 +64,7 @@ class LayerState:
 
     @property
     def has_master(self) -> bool:
-        """Master weights are a buffer of their own (bf16), not the weights themselves."""
+        """Master weights are a buffer of their own (bf16, or kept on the host), not the weights themselves."""
         return not self.spec.frozen and self.master.data_ptr() != self.own_weights.data_ptr()
 
     def fill(self, values: Callable[[str, ParamSpec, Rectangle], Tensor]) -> None:

@@ -8,6 +8,7 @@ that holds the same.
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from raytrain3d.parallel.groups import Group
@@ -30,16 +31,21 @@ def moving_buffers(state: LayerState) -> list[Tensor]:
 
 def send_layer(state: LayerState, group: Group, to: int = 1) -> int:
     """To the member of `group` with index `to`. Returns the number of bytes, when all of them have left."""
-    buffers = moving_buffers(state)
+    buffers = [buffer.to(state.weights.device) for buffer in moving_buffers(state)]
     for work in [group.send(buffer, to) for buffer in buffers]:
         work.wait()
     return sum(buffer.nbytes for buffer in buffers)
 
 
 def receive_layer(state: LayerState, group: Group, sender: int = 0) -> None:
-    """Fill `state`, which is as large as the one that was sent."""
-    for work in [group.receive(buffer, sender) for buffer in moving_buffers(state)]:
+    """Fill `state`, which is as large as the one that was sent. What it keeps on the host arrives on the device, too."""
+    buffers, device = moving_buffers(state), state.weights.device
+    arriving = [buffer if buffer.device == device else torch.empty_like(buffer, device=device) for buffer in buffers]
+    for work in [group.receive(tensor, sender) for tensor in arriving]:
         work.wait()
+    for buffer, tensor in zip(buffers, arriving, strict=True):
+        if buffer is not tensor:
+            buffer.copy_(tensor)
 
 
 def fill(states: Sequence[LayerState], data: Group, rank: int, donor: int) -> None:

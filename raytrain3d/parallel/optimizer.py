@@ -13,8 +13,9 @@ from raytrain3d.parallel.layer_state import LayerState
 
 @torch.no_grad()
 def update(state: LayerState, config: OptimizerConfig, *, step: int, rate: float, scale: float) -> None:
-    """One update of the own part. `scale` turns the summed gradient into the mean, clipped one. Steps count from 1."""
-    gradient = state.own_gradient.mul_(scale)
+    """One update of the own part, where the moments are. `scale` turns the summed gradient into the mean, clipped one. Steps
+    count from 1."""
+    gradient = state.own_gradient.mul_(scale).to(state.exp_avg.device)
     state.exp_avg.lerp_(gradient, 1 - config.beta1)
     state.exp_avg_sq.mul_(config.beta2).addcmul_(gradient, gradient, value=1 - config.beta2)
     for part in state.decayed():

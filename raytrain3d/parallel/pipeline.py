@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from raytrain3d.parallel.channels import Mail
 from raytrain3d.parallel.clock import Clock
+from raytrain3d.parallel.offload import saved_on_host
 from raytrain3d.plan.program import RECEIVES, SENDS
 from raytrain3d.plan.rank_program import RankProgram
 from raytrain3d.plan.schedule import Kind, Op
@@ -93,13 +94,15 @@ class PipelineRun:
     """One run of a rank's program: activations in flight, losses so far, times.
 
     `layer_done(layer)` is called after the last backward of a layer. Without backwards in the program nothing is kept.
+    `offload`: what layers keep for their backward is kept on the host.
     `slowdown(layer)` is how many times as long as it takes a layer's compute shall take (for tests and demonstrations).
     """
 
     def __init__(self, stages: Mapping[int, Stage], mail: Mail, feed: Feed, *, recompute: bool, put_off: PutOff,
-                 layer_done: Callable[[int], None], clock: Clock, slowdown: Callable[[int], float] | None = None) -> None:
+                 layer_done: Callable[[int], None], clock: Clock, offload: bool = False,
+                 slowdown: Callable[[int], float] | None = None) -> None:
         self._stages, self._mail, self._feed = stages, mail, feed
-        self._recompute, self._put_off, self._layer_done = recompute, put_off, layer_done
+        self._recompute, self._put_off, self._layer_done, self._offload = recompute, put_off, layer_done, offload
         self._clock, self._slowdown = clock, slowdown
         self._training = False
         self._gradients_left: dict[int, int] = {}
@@ -190,7 +193,8 @@ class PipelineRun:
         for layer, module in stage.layers.items():
             start = self._clock.mark()
             entering = x.detach().requires_grad_() if x.is_floating_point() and self._training else x
-            with torch.set_grad_enabled(self._training and not self._recompute):
+            saving = saved_on_host(module, entering) if self._offload else nullcontext()
+            with torch.set_grad_enabled(self._training and not self._recompute), saving:
                 out = module(entering, *self._feed.arguments(op.micro_batch, layer))
             if self._training:
                 self._in_flight[key].layers.append((layer, entering, None if self._recompute else out))

@@ -275,6 +275,7 @@ class Trainer:
         mail = Mail(self._connected.channels, program, self._buffers)
         self._run = PipelineRun(self._holding.stages, mail, Feed(tokens, arguments), put_off=put_off,
                                 clock=clock_for(self._device), recompute=config.train.recompute == "full",
+                                offload=config.train.offload_activations,
                                 layer_done=reduction.ready if reduction is not None else lambda layer: None,
                                 slowdown=self._slowdown(step))
         self._run.execute(program)
