@@ -7,29 +7,43 @@ change; they take the time of the way there and back. On a CPU the host is the d
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-
-View = tuple["OnHost", torch.dtype, torch.Size, tuple[int, ...], int]
-"""(storage, type, shape, stride, offset) of a saved tensor."""
 
 
 class OnHost:
     """A storage in host memory, and on its device again from the first use on."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._device = tensor.device
+        self.device = tensor.device
         data = _bytes_of(tensor)
-        self._data = torch.empty(data.shape, dtype=data.dtype, pin_memory=self._device.type == "cuda")
+        self._data = torch.empty(data.shape, dtype=data.dtype, pin_memory=self.device.type == "cuda")
         self._data.copy_(data, non_blocking=True)
         self._is_back = False
 
-    def view(self, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+    def back(self) -> torch.UntypedStorage:
+        """On the device."""
         if not self._is_back:
-            self._data = self._data.to(self._device, non_blocking=True, copy=True)
+            self._data = self._data.to(self.device, non_blocking=True, copy=True)
             self._is_back = True
-        return torch.empty(0, dtype=dtype, device=self._device).set_(self._data.untyped_storage(), offset, shape, stride)
+        return self._data.untyped_storage()
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A saved tensor as a view of what is on the host."""
+
+    storage: OnHost
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=self.storage.device)
+        return empty.set_(self.storage.back(), self.offset, self.shape, self.stride)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -44,19 +58,16 @@ def saved_on_host(layer: nn.Module, entering: Tensor) -> Iterator[None]:
     gone: dict[int, tuple[OnHost, Tensor]] = {}
     """By address. Holds the tensors too, so that no other one gets the address within this forward."""
 
-    def pack(tensor: Tensor) -> Tensor | View:
+    def pack(tensor: Tensor) -> Tensor | Saved:
         address = tensor.untyped_storage().data_ptr()
         if address in staying:
             return tensor
         if address not in gone:
             gone[address] = OnHost(tensor), tensor
-        return gone[address][0], tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        return Saved(gone[address][0], tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    def unpack(packed: Tensor | View) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        on_host, *view = packed
-        return on_host.view(*view)
+    def unpack(packed: Tensor | Saved) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed.tensor()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

@@ -72,8 +72,9 @@ def test_bf16_follows_fp32(run_job: JobRunner) -> None:
 @pytest.mark.timeout(3600)
 def test_bf16_follows_fp32_over_200_steps_of_the_quickstart(tmp_path: Path) -> None:
     def losses(dtype: str) -> list[float]:
-        command = [sys.executable, "-m", "raytrain3d", "train", str(ROOT / "jobs" / "quickstart.yaml"), "--launcher", "local",
-                   f"run.name={dtype}", f"train.dtype={dtype}", "train.steps=200", "rebalance.mode=off"]
+        command = [sys.executable, "-m", "raytrain3d", "train", str(ROOT / "jobs" / "quickstart.yaml"),
+                   "--launcher", "local", f"run.name={dtype}", f"train.dtype={dtype}", "train.steps=200",
+                   "rebalance.mode=off"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True,
                               env={**os.environ, "PYTHONPATH": str(ROOT)})
         assert done.returncode == 0, done.stdout + done.stderr
