@@ -3,8 +3,8 @@
 1. Published runs (`--runs`: a CSV of 1F1B runs with the microseconds of every stage and the measured step): `replay_mape`
    and `replay_max`, mean and largest relative error.
 2. Our own runtime over stages that sleep, on 4 ranks, every schedule, with even, uneven and random costs; the simulator is
-   given the sleeps as they came out and the measured time of a message, so what the runtime itself takes is part of the
-   error. `replay_sleep_max`: largest relative error of a case, each the median of its steps.
+   given the ops as long as the run's own timeline has them and the measured time of a message, so what the runtime takes
+   between ops is part of the error. `replay_sleep_max`: largest relative error of a case, each the median of its steps.
 
     python benchmarks/simulator.py --runs RUNS.csv [--quick]
 """
@@ -79,7 +79,7 @@ class Sleeps:
     hop_s: float | None
     steps: dict[str, list[Span]]
     """Case -> its steps."""
-    slept: dict[str, list[dict[Op, float]]]
+    ran: dict[str, list[dict[Op, float]]]
     """Case -> seconds by op, by step."""
 
 
@@ -90,7 +90,7 @@ def sleep_on_rank(place: Place, num_micro_batches: int, rounds: int) -> Sleeps:
                  for schedule, one in programs.items() for cost in COSTS}
     hop_s = next(iter(runtimes.values())).hop_s()
     steps = take_turns({case: pipeline.step for case, pipeline in pipelines.items()}, rounds)
-    return Sleeps(hop_s=hop_s, steps=steps, slept={case: pipeline.slept[-rounds:] for case, pipeline in pipelines.items()})
+    return Sleeps(hop_s=hop_s, steps=steps, ran={case: pipeline.ran[-rounds:] for case, pipeline in pipelines.items()})
 
 
 def programs_of(schedule: str, num_micro_batches: int) -> Programs:
@@ -105,7 +105,7 @@ def replay_sleeps(num_micro_batches: int, rounds: int) -> dict[str, Any]:
     print(f"\nsleeping stages, {NUM_RANKS} ranks, {num_micro_batches} micro-batches, a message takes {hop_s * 1e6:.0f} us")
     print(f"{'schedule':24s} {'predicted':>10s} {'measured':>10s} {'error':>8s}")
     for case, measured in walls.items():
-        predicted = [simulated_s(case, num_micro_batches, [rank.slept[case][i] for rank in ranks], hop_s)
+        predicted = [simulated_s(case, num_micro_batches, [rank.ran[case][i] for rank in ranks], hop_s)
                      for i in range(rounds)]
         errors[case] = statistics.median(p / m - 1 for p, m in zip(predicted, measured, strict=True))
         print(f"{case:24s} {statistics.median(predicted):8.4f} s {statistics.median(measured):8.4f} s {errors[case]:+8.2%}")
@@ -113,8 +113,8 @@ def replay_sleeps(num_micro_batches: int, rounds: int) -> dict[str, Any]:
             "cases": len(errors)}
 
 
-def simulated_s(case: str, num_micro_batches: int, slept: list[dict[Op, float]], hop_s: float) -> float:
-    seconds = {op: value for rank in slept for op, value in rank.items()}
+def simulated_s(case: str, num_micro_batches: int, ran: list[dict[Op, float]], hop_s: float) -> float:
+    seconds = {op: value for rank in ran for op, value in rank.items()}
     return simulate(programs_of(case.split()[0], num_micro_batches), seconds.__getitem__, hop_s=hop_s).makespan
 
 

@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from raytrain3d.model.functional import linear
 from raytrain3d.parallel.pipeline import Feed, PipelineRun, Stage
-from raytrain3d.plan.program import Programs
+from raytrain3d.plan.program import RECEIVES, Programs
 from raytrain3d.plan.rank_program import rank_program
 from raytrain3d.plan.schedule import Kind, Op
 
@@ -105,6 +105,8 @@ class SleepingPipeline:
         self._run: PipelineRun | None = None
         self.slept: list[dict[Op, float]] = []
         """Seconds that each op really slept, by step."""
+        self.ran: list[dict[Op, float]] = []
+        """Seconds of each compute op, what the runtime itself takes within it included, by step."""
 
     def _spend(self, part: Kind) -> None:
         assert self._run is not None
@@ -119,3 +121,4 @@ class SleepingPipeline:
         feed = Feed(tokens=lambda micro_batch: torch.zeros(SHAPE), arguments=lambda micro_batch, layer: ())
         self._run = self._runtime.prepare(self._program, self._stages, feed)
         self._run.execute(self._program)
+        self.ran.append({op: end - start for op, start, end in self._run.spans() if op.kind not in RECEIVES})
