@@ -15,6 +15,7 @@ from language_model import QUICK, Model
 from pipeline_mesh import Measured, loss_difference
 from pipeline_real import difference, ideal_s
 from plain_llama import PlainStage
+from sharding_precision import SMALL, heads_of
 from simulator import predicted_s, replay
 
 from raytrain3d.plan.program import programs_for
@@ -110,6 +111,19 @@ def test_plain_model_is_ours() -> None:
         for name, parameter in state.parameters.items():
             expected = plain.layers[str(index)].get_parameter(name).grad
             assert (parameter.grad - expected).norm() <= 1e-5 * expected.norm(), f"layer {index}: {name}"
+
+
+def test_losses_of_the_benchmark_are_one_and_chunks_take_a_fraction_of_the_memory() -> None:
+    heads = heads_of(SMALL)
+    plain, chunked = heads["torch"], heads["ours in chunks"]
+    for head in heads.values():
+        head.step()
+        for own, other in ((head.x.grad, plain.x.grad), (head.weight.grad, plain.weight.grad)):
+            assert own is not None
+            assert other is not None
+            assert (own - other).norm() <= 1e-5 * other.norm()
+        assert head.loss() == pytest.approx(plain.loss(), rel=1e-6)
+    assert chunked.peak() < plain.peak() / 4
 
 
 def run_quick(*command: str) -> tuple[str, dict[str, float]]:
