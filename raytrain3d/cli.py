@@ -84,6 +84,9 @@ def make_parser() -> argparse.ArgumentParser:
     trace.add_argument("run_directory", metavar="RUN_DIRECTORY", help="directory of the run, such as runs/quickstart")
     trace.add_argument("--output", metavar="PATH", help="trace for https://ui.perfetto.dev (default: trace.json in the "
                        "run directory)")
+    compare = add_command(commands, "compare", run_compare, "say whether two runs are the same to the bit")
+    for name in ("first", "second"):
+        compare.add_argument(name, metavar="RUN_DIRECTORY", help="directory of a run, such as runs/quickstart")
     data = add_command(commands, "data", None, "token data").add_subparsers(metavar="COMMAND", required=True)
     add_job_command(data, "prepare", run_prepare, "make data.path from the text files of data.text")
     add_checkpoint_commands(commands)
@@ -154,6 +157,14 @@ def run_trace(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def run_compare(arguments: argparse.Namespace) -> int:
+    from raytrain3d.gang.compare import compare_runs
+
+    same, text = compare_runs(arguments.first, arguments.second)
+    print(text)
+    return 0 if same else FAILED
+
+
 def _write(path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -181,6 +192,10 @@ def run_status(arguments: argparse.Namespace) -> int:
         print(f"loss      {status.loss:.4f}")
     if status.tokens_per_s is not None:
         print(f"tokens/s  {status.tokens_per_s:,.0f}")
+    if status.goodput is not None:
+        print(f"goodput   {status.goodput:.0%} of the time went into steps that counted")
+    for event in status.events:
+        print(f"event     {event}")
     return 0
 
 

@@ -478,11 +478,29 @@ class SlowdownConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FaultConfig:
+    """Make one rank fail."""
+
+    rank: int
+    """Rank that fails."""
+    step: int
+    """Step in which it does."""
+    kind: Literal["kill", "hang", "raise"] = "kill"
+    """Its process is killed, it stands still, or it raises an error."""
+
+    def __post_init__(self) -> None:
+        _require(self.rank >= 0, "debug.faults.rank", self.rank, "must be at least 0")
+        _positive("debug.faults", step=self.step)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DebugConfig:
     """For tests and demonstrations; nothing here belongs into a real run."""
 
     slowdown: tuple[SlowdownConfig, ...] = ()
     """Ranks or layers to slow down on purpose."""
+    faults: tuple[FaultConfig, ...] = ()
+    """Ranks that fail on purpose, in this order: each fault happens after the recovery from the one before, once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -73,6 +73,8 @@ def test_command_is_understood(command: str, place: Path, monkeypatch: pytest.Mo
         assert main(["train", "jobs/tiny.yaml", "--launcher", "inline", *traced]) == 0
     if arguments[0] in ("checkpoint", "generate"):
         assert main(["train", "jobs/tiny.yaml", "--launcher", "inline", *SMALL]) == 0
+    for path in arguments[1:] if arguments[0] == "compare" else ():
+        assert main(["train", "jobs/tiny.yaml", "--launcher", "inline", f"run.name={Path(path).name}", *SMALL]) == 0
     monkeypatch.setattr(gang_run, "run_job", run)
     monkeypatch.setattr(gang_run, "check_job", run)
     monkeypatch.setattr(mailbox, "ask_run", ask_run)

@@ -19,6 +19,7 @@ from raytrain3d.gang.rebalancer import Rebalancer, decides
 from raytrain3d.gang.recoverer import Recoverer, Store
 from raytrain3d.gang.stop import StopFlag, StopRequested
 from raytrain3d.gang.worker import LeaseEnd
+from raytrain3d.metrics.goodput import Goodput
 from raytrain3d.metrics.journal import Journal
 from raytrain3d.metrics.summary import StepSummary, summarize
 from raytrain3d.plan.plan import Plan
@@ -88,6 +89,7 @@ class Controller:
         self._state = State.STARTING
         self._step = self._tended = 0
         self._saver = Saver(fleet, journal, job.config, job.directory, job.data)
+        self._goodput = Goodput()
         self._validation_loss: float | None = None
         self._last: StepSummary | None = None
         self._error: RayTrain3DError | None = None
@@ -152,6 +154,7 @@ class Controller:
         saver.saved, saver.damaged = resume(self._fleet, self._journal, directory, self._config, self._job.data)
         self._step = self._tended = saver.saved or 0
         self._journal.rewind(self._step)
+        self._goodput.rewind(self._step)
         if saver.saved is not None:
             self._journal.event("resumed", self._step, f"resumed from {step_directory(directory, saver.saved)}")
 
@@ -186,6 +189,7 @@ class Controller:
         return State.RUNNING
 
     def _run_lease(self, last: int) -> LeaseEnd:
+        self._goodput.begin()
         lease = self._fleet.train(self._step + 1, last)
         asked = False
         while (end := self._fleet.wait(lease, POLL_S, self._rebalancer.plan)) is None:
@@ -243,7 +247,8 @@ class Controller:
 
     def _tell(self, reports: Sequence[StepReport]) -> None:
         self._last = summarize(reports, self._job.plan.mesh)
-        self._journal.step(self._last)
+        self._goodput.count(self._last.step, self._last.seconds)
+        self._journal.step(self._last, goodput=self._goodput.share)
 
     def _listen(self) -> None:
         for command in [command for mailbox in self._mailboxes for command in mailbox.commands()]:
@@ -259,6 +264,7 @@ class Controller:
                         step=self._done,
                         loss=None if last is None else last.loss, seconds=None if last is None else last.seconds,
                         tokens_per_s=None if last is None else last.tokens_per_s,
+                        goodput=self._goodput.share, events=self._recoverer.history,
                         checkpoint=self._saver.saved, checkpoint_age_s=self._saver.age_s)
         for mailbox in self._mailboxes:
             mailbox.publish(now(status))

@@ -40,6 +40,10 @@ class Status:
     """Step of the newest checkpoint."""
     checkpoint_age_s: float | None = None
     """Seconds since its state was copied; absent for one of an earlier process."""
+    goodput: float | None = None
+    """Share of the time since the first lease that went into steps which counted."""
+    events: tuple[str, ...] = ()
+    """The last failures and recoveries."""
     updated: float = 0.0
     """Unix time."""
 
@@ -121,7 +125,8 @@ def ask_socket(directory: Path, command: str) -> Status | None:
             line = file.readline()
     if not line:
         raise RayTrain3DError(f"the run at {directory} does not answer")
-    return Status(**json.loads(line))
+    record = json.loads(line)
+    return Status(**{**record, "events": tuple(record["events"])})
 
 
 def ask_run(run: str, command: str, *, directory: str = "runs", address: str | None = None) -> Status:

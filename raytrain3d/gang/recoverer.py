@@ -6,8 +6,9 @@ to one generation, so nothing that an older one sends arrives. What fails meanwh
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from raytrain3d.config import JobConfig
 from raytrain3d.errors import RankFailed, RayTrain3DError
@@ -20,6 +21,9 @@ from raytrain3d.metrics.journal import Journal
 from raytrain3d.plan.plan import Plan
 from raytrain3d.plan.table import counted
 from raytrain3d.train.report import StepReport
+
+SHOWN = 6
+"""Failures and recoveries that `raytrain3d status` shows."""
 
 
 class Store(Protocol):
@@ -42,7 +46,13 @@ class Recoverer:
         self._store: Store | None = None
         self._lost: set[int] = set()
         self._began: float | None = None
+        self._history: deque[str] = deque(maxlen=SHOWN)
         self.generation = 0
+
+    @property
+    def history(self) -> tuple[str, ...]:
+        """The last failures and recoveries, with their times."""
+        return tuple(self._history)
 
     def join(self) -> None:
         """All ranks make the groups of the present generation."""
@@ -68,8 +78,8 @@ class Recoverer:
         if spent is not None:
             return RankFailed(f"{error}\n{spent}", rank=error.rank, step=error.step, op=error.op)
         self._lost |= lost
-        self._journal.event("failure", step, str(error).splitlines()[0], ranks=sorted(lost), cause=cause,
-                            generation=self.generation, details=str(error))
+        self._tell_event("failure", step, str(error).splitlines()[0], ranks=sorted(lost), cause=cause,
+                         generation=self.generation, details=str(error))
         return None
 
     def recover(self, step: int, plan: Plan) -> int:
@@ -109,10 +119,14 @@ class Recoverer:
         assert self._began is not None
         seconds, self._began = time.monotonic() - self._began, None
         again = max(0, step - reached)
-        self._journal.event(
+        self._tell_event(
             "recovered", reached, f"recovered in {seconds:.1f} s, generation {self.generation}: {how}; goes on after step "
             f"{reached}" + (f", {counted(again, 'step')} to be done again" if again else ""),
             generation=self.generation, seconds=seconds, replaced=lost, again=again)
+
+    def _tell_event(self, kind: str, step: int, text: str, **values: Any) -> None:
+        self._journal.event(kind, step, text, **values)
+        self._history.append(f"{time.strftime('%H:%M:%S')} {text}")
 
 
 def _how(decision: GoOn) -> str:

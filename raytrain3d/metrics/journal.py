@@ -13,8 +13,9 @@ class Journal:
     def __init__(self, progress: Progress, records: Records) -> None:
         self._progress, self._records = progress, records
 
-    def step(self, summary: StepSummary) -> None:
-        self._records.step(summary)
+    def step(self, summary: StepSummary, **values: Any) -> None:
+        """values: more for the step's line of metrics.jsonl."""
+        self._records.step(summary, values)
         self._progress.step(summary)
 
     def event(self, kind: str, step: int, text: str, **values: Any) -> None:

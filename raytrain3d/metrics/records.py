@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ class Records:
         temporary.replace(self._metrics_path)
         self._metrics = self._metrics_path.open("a", buffering=1)
 
-    def step(self, summary: StepSummary) -> None:
-        _append(self._metrics, {"time": time.time()} | summary.to_record())
+    def step(self, summary: StepSummary, values: Mapping[str, Any] | None = None) -> None:
+        _append(self._metrics, {"time": time.time()} | summary.to_record() | dict(values or {}))
 
     def event(self, kind: str, step: int, text: str, values: dict[str, Any]) -> None:
         _append(self._events, {"time": time.time(), "event": kind, "step": step, "text": text} | values)

@@ -35,6 +35,7 @@ from raytrain3d.plan.params import model_spec
 from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.plan import Plan
 from raytrain3d.plan.rank_program import rank_program_for
+from raytrain3d.train.faults import suffer
 from raytrain3d.train.holding import Holding, LayerBuilder
 from raytrain3d.train.initial import initial_weights
 from raytrain3d.train.lr import learning_rate
@@ -63,7 +64,7 @@ class Trainer:
         self._writer = ShardWriter(rank, share=SHARE_OF_CORE if self._device.type == "cpu" else 1.0)
         self._stop_asked = False
         self._watch = Stopwatch()
-        self._now = 0
+        self._now = self._generation = 0
         self._phase: Phase | None = None
         self._held: int | None = None
         self._updated: int | None = None
@@ -82,6 +83,7 @@ class Trainer:
     def connect(self, host: str, port: int, generation: int) -> None:
         """Join the driver's rendezvous store and make every process group of this rank."""
         timeout_s = self._config.network.timeout_s
+        self._generation = generation
         link = Link(join_store(host, port, timeout_s), generation, timeout_s)
         self._groups = Groups(self._plan.mesh, self._plan.placement, self.rank, link, device=self._plan.device)
         self._holding.connect(self._groups.tensor)
@@ -101,6 +103,7 @@ class Trainer:
         micro_batches = self._loader.micro_batches(n)
         watch.lap("data_wait")
         self._phase = "program"
+        suffer(self._config.debug.faults, self.rank, n, self._generation)
         reduction = GradientReduction(self.states, self._holding.reduction_order(), self._connected, self._holding.tied)
         run = self._run_program(micro_batches, n, reduction)
         watch.lap("pipeline")
