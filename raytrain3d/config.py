@@ -441,6 +441,10 @@ class RecoveryConfig:
     errors: int = 1
     """The same for ranks that raised an error of their own, which may come again. An error that tells what to change (data,
     checkpoint, configuration) always ends the run."""
+    snapshot_interval: int | None = None
+    """Steps between snapshots: every rank keeps two copies of its state in host memory, and two of another rank's, if it can
+    be on another node. So a state that no other replica holds (one replica, sharded optimizer state) survives the death of
+    its rank, with about so many steps done again. Absent: such a death goes back to the newest checkpoint."""
     hang_limit_s: float = 120.0
     """Time in which no rank goes on with its step, in seconds, after which the one that holds the others up is ended and
     replaced as if it had died. Longer where steps are slow: at least four times the slowest one."""
@@ -452,7 +456,8 @@ class RecoveryConfig:
     def __post_init__(self) -> None:
         _require(self.deaths >= 0, "recovery.deaths", self.deaths, "must be at least 0")
         _require(self.errors >= 0, "recovery.errors", self.errors, "must be at least 0")
-        _positive("recovery", window_s=self.window_s, hang_limit_s=self.hang_limit_s)
+        _positive("recovery", window_s=self.window_s, hang_limit_s=self.hang_limit_s,
+                  snapshot_interval=self.snapshot_interval)
         _require(self.backoff_s >= 0, "recovery.backoff_s", self.backoff_s, "must be at least 0")
 
 
@@ -551,6 +556,11 @@ class JobConfig:
             _require(self.train.sequence <= model.positions, "train.sequence", self.train.sequence,
                      f"is beyond model.positions ({model.positions})")
         self._check_keep_best()
+        ranks = self.mesh.data * self.mesh.pipeline * tensor
+        _require(ranks > 1 or self.recovery.snapshot_interval is None, "recovery.snapshot_interval",
+                 self.recovery.snapshot_interval, "needs a second rank that keeps the copies, the mesh has one")
+        hang, timeout = self.recovery.hang_limit_s, self.network.timeout_s
+        _require(hang < timeout, "recovery.hang_limit_s", hang, f"must be below network.timeout_s ({timeout:g})")
         warmup = self.learning_rate.warmup
         _require(warmup <= self.train.steps, "learning_rate.warmup", warmup,
                  f"is more than train.steps ({self.train.steps})")

@@ -22,6 +22,7 @@ from raytrain3d.gang.worker import LeaseEnd
 from raytrain3d.metrics.goodput import Goodput
 from raytrain3d.metrics.journal import Journal
 from raytrain3d.metrics.summary import StepSummary, summarize
+from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.plan import Plan
 from raytrain3d.train.report import StepReport
 
@@ -85,6 +86,7 @@ class Controller:
         self._rebalancer = Rebalancer(job.config, job.plan, fleet, journal, job.keep_plan)
         self._recoverer = Recoverer(
             job.config, fleet, journal, stop, job.store_host, go_back=self._go_back, tell=self._tell,
+            rewind=self._rewind, saved=lambda: self._saver.saved or 0,
             serve=lambda: job.serve_store(job.store_host, job.config.network.store_port))
         self._state = State.STARTING
         self._step = self._tended = 0
@@ -231,6 +233,13 @@ class Controller:
         self._last = None
         self._resume()
         return self._step
+
+    def _rewind(self, step: int, stages: Stages) -> None:
+        self._last = None
+        self._step = self._tended = step
+        self._journal.rewind(step)
+        self._goodput.rewind(step)
+        self._rebalancer.return_to(stages)
 
     @property
     def _done(self) -> int:

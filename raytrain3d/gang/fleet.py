@@ -102,6 +102,11 @@ class Fleet:
         futures = {handle.rank: handle.call(RankWorker.join, host, port, generation) for handle in self._ranks}
         self._all("joining", futures, self._limits.work_s, may_stop=generation == 0)
 
+    def join_ring(self, peers: tuple[int, ...]) -> None:
+        """peers: rank -> the rank that keeps its snapshots."""
+        futures = {handle.rank: handle.call(RankWorker.join_ring, peers) for handle in self._ranks}
+        self._all("joining", futures, self._limits.work_s)
+
     def replace(self, lost: Collection[int], plan: Plan) -> None:
         """End what is left of ranks that are lost, which frees whoever waits for them, and start new processes for them."""
         for gang in self._gangs:
@@ -118,6 +123,12 @@ class Fleet:
         """Every rank comes to hold `step`; see `Trainer.recover`."""
         futures = {handle.rank: handle.call(RankWorker.recover, step, values, fills) for handle in self._ranks}
         self._all("filling ranks", futures, self._limits.work_s)
+
+    def go_back(self, step: int, stages: Stages, fills: Sequence[tuple[int, int]]) -> None:
+        """Every rank comes to hold the snapshot of `step`; see `Trainer.go_back`."""
+        futures = {handle.rank: handle.call(RankWorker.go_back, step, stages, fills) for handle in self._ranks}
+        self._all("filling ranks", futures, self._limits.work_s)
+        self._reader = ReportReader(self._ranks, after=step)
 
     def last_reports(self, step: int) -> list[tuple[StepReport, ...]]:
         """After a failure: what ranks still report of each step up to `step`. Reports of later steps are not waited for any

@@ -71,6 +71,12 @@ class Rebalancer:
             self._name_slow_ranks(step, self._advisor)
             self._follow(step, self._advisor)
 
+    def return_to(self, stages: Stages) -> None:
+        """The ranks went back to a split of before."""
+        if stages != self.plan.stages:
+            self.plan = replace(self.plan, stages=stages)
+            self._keep(self.plan)
+
     def close(self) -> None:
         if self._advisor is not None:
             self._advisor.close()

@@ -15,9 +15,11 @@ from raytrain3d.errors import RankFailed, RayTrain3DError
 from raytrain3d.gang.budget import Budget, Cause
 from raytrain3d.gang.failure import Sign, culprit, diagnose, is_loss
 from raytrain3d.gang.fleet import Fleet
-from raytrain3d.gang.recovery import GoBack, GoOn, decide, ranks_text
+from raytrain3d.gang.recovery import GoBack, GoOn, Rewind, decide, ranks_text
 from raytrain3d.gang.stop import StopFlag
 from raytrain3d.metrics.journal import Journal
+from raytrain3d.plan.partition import Stages
+from raytrain3d.plan.peers import peers_of
 from raytrain3d.plan.plan import Plan
 from raytrain3d.plan.table import counted
 from raytrain3d.train.report import StepReport
@@ -34,14 +36,17 @@ class Store(Protocol):
 
 
 class Recoverer:
-    """Generations of one job. `serve` makes a store; `go_back` puts all ranks at the newest checkpoint and returns its step;
-    `tell` takes reports of steps that were done before the failure."""
+    """Generations of one job. `serve` makes a store; `go_back` puts all ranks at the newest checkpoint and returns its step,
+    which `saved` tells; `rewind` hears that they went back to a step and a split; `tell` takes reports of steps that were
+    done before the failure."""
 
     def __init__(self, config: JobConfig, fleet: Fleet, journal: Journal, stop: StopFlag, host: str, *,
-                 serve: Callable[[], Store], go_back: Callable[[], int],
-                 tell: Callable[[Sequence[StepReport]], None]) -> None:
+                 serve: Callable[[], Store], go_back: Callable[[], int], saved: Callable[[], int],
+                 rewind: Callable[[int, Stages], None], tell: Callable[[Sequence[StepReport]], None]) -> None:
         self._config, self._fleet, self._journal, self._stop = config, fleet, journal, stop
-        self._host, self._serve, self._go_back, self._tell = host, serve, go_back, tell
+        self._host, self._serve, self._go_back, self._saved = host, serve, go_back, saved
+        self._rewind, self._tell = rewind, tell
+        self._peers: tuple[int, ...] = ()
         self._budget = Budget(config.recovery)
         self._store: Store | None = None
         self._lost: set[int] = set()
@@ -59,6 +64,18 @@ class Recoverer:
         self._store = None  # of the generation before: whoever still waits there is freed
         self._store = self._serve()
         self._fleet.join(self._host, self._store.port, self.generation)
+        if self._config.recovery.snapshot_interval is not None:
+            self._join_ring()
+
+    def _join_ring(self) -> None:
+        """Peers stay what they were at first: they keep snapshots."""
+        if not self._peers:
+            mesh, nodes = self._config.mesh, [node for _, node in sorted(self._fleet.nodes.items())]
+            self._peers = peers_of(nodes, mesh.pipeline * mesh.tensor if mesh.data > 1 else mesh.tensor)
+            if len(set(nodes)) == 1:
+                self._journal.event("snapshots", 0, f"all ranks are on node {nodes[0]}, and so are the snapshots that they "
+                                    "keep of each other: a lost node takes both")
+        self._fleet.join_ring(self._peers)
 
     def close(self) -> None:
         """Give the store's port back."""
@@ -90,7 +107,7 @@ class Recoverer:
         self._fleet.replace(lost, plan)
         standings = self._fleet.stand(set(range(plan.mesh.size)) - set(lost))
         self.generation += 1
-        decision = decide(standings, plan.mesh, shards=self._shards(plan))
+        decision = decide(standings, plan.mesh, shards=self._shards(plan), peers=self._peers, saved=self._saved())
         self._fleet.facts(may_stop=False)
         self.join()
         self._fleet.adopt(plan.stages, plan.shares)
@@ -100,6 +117,15 @@ class Recoverer:
                 for reports in self._fleet.last_reports(decision.step):
                     self._tell(reports)
                 reached, how = decision.step, _how(decision)
+            case Rewind():
+                for reports in self._fleet.last_reports(decision.step):
+                    self._tell(reports)
+                self._fleet.go_back(decision.step, decision.stages, decision.fills)
+                self._rewind(decision.step, decision.stages)
+                reached = decision.step
+                how = (f"{decision.reason}, so all went back to the snapshot of step {reached}, "
+                       f"{ranks_text([rank for rank, _ in decision.fills])} with what "
+                       f"{ranks_text([keeper for _, keeper in decision.fills])} kept")
             case GoBack():
                 reached = self._go_back()
                 how = f"{decision.reason}, so all went back to {_place(reached)}"

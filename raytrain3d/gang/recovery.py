@@ -2,14 +2,15 @@
 
 Survivors differ by one step at most. If anyone has got the commit vector of a step, everyone had finished its part of it,
 so it can be carried out everywhere; else nobody has changed anything, and the step is done again. A rank that holds nothing
-is filled by one that holds the same, its nearest neighbour on the data axis. Where there is none, all go back to a
-checkpoint.
+is filled by one that holds the same, its nearest neighbour on the data axis. Where there is none, all go back to the newest
+snapshot that is whole: of every rank its own copy, or the one that its peer keeps. Without one, to a checkpoint.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from raytrain3d.plan.mesh import Mesh
+from raytrain3d.plan.partition import Stages
 from raytrain3d.train.standing import Standing
 
 
@@ -27,15 +28,36 @@ class GoOn:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Rewind:
+    """All go back to the snapshot of `step`."""
+
+    step: int
+    stages: Stages
+    """How layers were split then."""
+    fills: tuple[tuple[int, int], ...]
+    """(rank without its copy, rank that keeps it)"""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GoBack:
     """To the newest checkpoint."""
 
     reason: str
 
 
-def decide(standings: Mapping[int, Standing], mesh: Mesh, *, shards: int) -> GoOn | GoBack:
+def decide(standings: Mapping[int, Standing], mesh: Mesh, *, shards: int, peers: Sequence[int] = (),
+           saved: int = 0) -> GoOn | Rewind | GoBack:
     """standings: of the ranks that are left. shards: parts that a layer's state is cut into along the data axis, 1 where
-    every replica holds all of it."""
+    every replica holds all of it. peers: rank -> rank that keeps its snapshots. saved: step of the newest checkpoint."""
+    decision = _go_on(standings, mesh, shards)
+    if isinstance(decision, GoOn) or not peers:
+        return decision
+    rewind = _rewind(standings, peers, decision.reason)
+    return decision if rewind is None or rewind.step < saved else rewind
+
+
+def _go_on(standings: Mapping[int, Standing], mesh: Mesh, shards: int) -> GoOn | GoBack:
     held = {rank: standing.held for rank, standing in standings.items() if standing.held is not None}
     agreed = dict(standing.agreed for standing in standings.values() if standing.agreed is not None)
     if not held:
@@ -50,6 +72,17 @@ def decide(standings: Mapping[int, Standing], mesh: Mesh, *, shards: int) -> GoO
         return GoBack(reason=f"nobody else holds what {ranks_text(alone)} held")
     fills = tuple((rank, donor) for rank, donor in sorted(donors.items()) if donor is not None)
     return GoOn(step=step, values=agreed.get(step), forward=forward, fills=fills)
+
+
+def _rewind(standings: Mapping[int, Standing], peers: Sequence[int], reason: str) -> Rewind | None:
+    """To the newest step of which every rank's copy is left."""
+    stages = {step: split for standing in standings.values() for step, split in standing.own.items()}
+    for step in sorted(stages, reverse=True):
+        without = [rank for rank in range(len(peers)) if rank not in standings or step not in standings[rank].own]
+        if all(peers[rank] in standings and step in standings[peers[rank]].client for rank in without):
+            fills = tuple((rank, peers[rank]) for rank in without)
+            return Rewind(step=step, stages=stages[step], fills=fills, reason=reason)
+    return None
 
 
 def _donor(rank: int, holders: Iterable[int], mesh: Mesh, shards: int) -> int | None:

@@ -158,6 +158,10 @@ class RankWorker:
         self._trainer.connect(host, port, generation)
         logger.info("process %d joined generation %d", os.getpid(), generation)
 
+    def join_ring(self, peers: tuple[int, ...]) -> None:
+        """Exchange snapshots; see `Trainer.join_ring`."""
+        self._connected.join_ring(peers)
+
     def restore(self, directory: str | None, step: int) -> str | None:
         """Hold the state of `step`: from a checkpoint directory, or fresh weights. Returns why the checkpoint cannot be
         loaded, if so; the rank is then as good as before for another one."""
@@ -191,6 +195,14 @@ class RankWorker:
                 self._reports.append(replace(report, timeline=None))
         self._step = step
         logger.info("holding step %d, ranks filled: %s", step, [rank for rank, _ in fills])
+
+    def go_back(self, step: int, stages: Stages, fills: Sequence[tuple[int, int]]) -> None:
+        """Come to hold the snapshot of `step` like all others; see `Trainer.go_back`."""
+        self._connected.go_back(step, stages, fills)
+        with self._lock:
+            self._reports.clear()
+        self._step = step
+        logger.info("holding the snapshot of step %d, ranks filled: %s", step, [rank for rank, _ in fills])
 
     def train(self, first: int, last: int) -> LeaseEnd:
         """A lease: steps `first` to `last`, or until some rank was asked to stop."""

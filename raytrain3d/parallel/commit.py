@@ -26,6 +26,8 @@ class Agreement:
     loss: float
     """Mean over all loss tokens, in nats."""
     tokens: int
+    copies_done: bool
+    """No rank has a snapshot of its state under way."""
     stop: bool
 
     @property
@@ -39,7 +41,7 @@ class CommitVector:
     def __init__(self, mesh: Mesh, num_states: int) -> None:
         self._mesh = mesh
         self._norms = num_states * mesh.tensor * mesh.data
-        self.values = torch.zeros(self._norms + 2 * mesh.data + 1, dtype=torch.float64)
+        self.values = torch.zeros(self._norms + 2 * mesh.data + 2, dtype=torch.float64)
 
     def set_norm(self, state: int, tensor: int, part: int, squared: float) -> None:
         self.values[(state * self._mesh.tensor + tensor) * self._mesh.data + part] = squared
@@ -48,16 +50,21 @@ class CommitVector:
         self.values[self._norms + replica] = loss_sum
         self.values[self._norms + self._mesh.data + replica] = tokens
 
+    def say_copies_done(self) -> None:
+        """By every rank that has no snapshot under way."""
+        self.values[-2] = 1
+
     def ask_stop(self) -> None:
         self.values[-1] = 1
 
     def agreement(self) -> Agreement:
         """Read the summed vector; slots are added in their order."""
         values = self.values.tolist()
-        losses, tokens = values[self._norms : self._norms + self._mesh.data], values[self._norms + self._mesh.data : -1]
+        losses, tokens = values[self._norms : self._norms + self._mesh.data], values[self._norms + self._mesh.data : -2]
         count = int(sum(tokens))
         return Agreement(gradient_norm=math.sqrt(sum(values[: self._norms])) / max(count, 1),
-                         loss=sum(losses) / max(count, 1), tokens=count, stop=values[-1] > 0)
+                         loss=sum(losses) / max(count, 1), tokens=count, copies_done=values[-2] == self._mesh.size,
+                         stop=values[-1] > 0)
 
 
 def sum_over_all(values: Tensor, groups: Groups, *, got: Callable[[], None] = lambda: None) -> None:

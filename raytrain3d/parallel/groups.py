@@ -139,6 +139,9 @@ class Groups:
         def make(kind: str, ranks: Sequence[int], device: str = device) -> Group:
             return Group(f"{kind}/{'-'.join(map(str, ranks))}", ranks, rank, link, device=device)
 
+        self._make, self._rank = make, rank
+        self.ring: tuple[Group, Group] | None = None
+        """To the rank that keeps a copy of this one's state, and from the one whose copy this one keeps."""
         at = mesh.coordinate(rank)
         gang, pipeline = mesh.gang(at.data), mesh.group("pipeline", rank)
         self.tensor = make("tensor", mesh.group("tensor", rank))
@@ -161,6 +164,14 @@ class Groups:
         for group in self.channels.values():
             (group.send(probe, 1) if group.index == 0 else group.receive(probe, 0)).wait()
 
+    def make_ring(self, peers: Sequence[int]) -> tuple[Group, Group]:
+        """peers: rank -> the rank that keeps a copy of its state. Always on the host."""
+        client = peers.index(self._rank)
+        pairs = sorted([(self._rank, peers[self._rank]), (client, self._rank)])  # in one order everywhere
+        made = {pair: self._make("snapshot", pair, "cpu") for pair in pairs}
+        self.ring = (made[self._rank, peers[self._rank]], made[client, self._rank])
+        return self.ring
+
     def abort(self) -> None:
         """From any thread: another rank is lost. Whoever waits here on a device wakes, with garbage in its buffers."""
         self._is_aborted = True
@@ -179,7 +190,7 @@ class Groups:
         self.channels.clear()
 
     def _all(self) -> list[Group]:
-        groups = (self.tensor, self.data, self.ends, self.gang, self.leaders, *self.channels.values())
+        groups = (self.tensor, self.data, self.ends, self.gang, self.leaders, *self.channels.values(), *(self.ring or ()))
         return [group for group in groups if group is not None]
 
 

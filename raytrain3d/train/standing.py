@@ -1,6 +1,8 @@
 """What a rank still holds when a step or anything else has failed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from raytrain3d.plan.partition import Stages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -11,3 +13,7 @@ class Standing:
     """The last step that it holds in full."""
     agreed: tuple[int, tuple[float, ...]] | None = None
     """Step and values of the last commit vector that it has got: that step, or the one after, may be carried out from it."""
+    own: dict[int, Stages] = field(default_factory=dict)
+    """Step -> stages of the snapshots of its own state."""
+    client: frozenset[int] = frozenset()
+    """Steps of the snapshots that it keeps of another rank."""

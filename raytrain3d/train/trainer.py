@@ -28,9 +28,10 @@ from raytrain3d.parallel.gradients import GradientReduction
 from raytrain3d.parallel.groups import Groups, Link, join_store
 from raytrain3d.parallel.layer_state import DTYPES, LayerState
 from raytrain3d.parallel.links import measure_links
-from raytrain3d.parallel.migrate import channel_between, fill, receive_layer, send_layer
+from raytrain3d.parallel.migrate import channel_between, fill, moving_buffers, receive_layer, send_layer
 from raytrain3d.parallel.optimizer import gather, update
 from raytrain3d.parallel.pipeline import Feed, LayerTimes, PipelineRun
+from raytrain3d.parallel.snapshots import Snapshots
 from raytrain3d.plan.params import model_spec
 from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.plan import Plan
@@ -61,6 +62,7 @@ class Trainer:
         self._groups: Groups | None = None
         self._run: PipelineRun | None = None
         self._snapshots = HostMemory()
+        self._copies = Snapshots()
         self._writer = ShardWriter(rank, share=SHARE_OF_CORE if self._device.type == "cpu" else 1.0)
         self._stop_asked = False
         self._watch = Stopwatch()
@@ -87,6 +89,10 @@ class Trainer:
         link = Link(join_store(host, port, timeout_s), generation, timeout_s)
         self._groups = Groups(self._plan.mesh, self._plan.placement, self.rank, link, device=self._plan.device)
         self._holding.connect(self._groups.tensor)
+
+    def join_ring(self, peers: Sequence[int]) -> None:
+        """Exchange snapshots (`recovery.snapshot_interval`). peers: rank -> the rank that keeps a copy of its state."""
+        self._copies.connect(*self._connected.make_ring(peers))
 
     def initialize(self) -> None:
         """Fresh weights, a function of (seed, parameter name) alone, or those of `model.from_huggingface`."""
@@ -115,6 +121,9 @@ class Trainer:
         watch.lap("commit_wait")
         self._phase = "update"
         self._carry_out(n, agreed)
+        interval = self._config.recovery.snapshot_interval
+        if interval is not None and n % interval == 0 and agreed.copies_done:
+            self._copies.take(n, self._plan.stages, self._moving())
         watch.lap("optimizer")
         self._phase = None
         return self._report(n, agreed, run)
@@ -183,10 +192,11 @@ class Trainer:
 
     def standing(self) -> Standing:
         """What this rank holds. An error leaves it: only a step that has been agreed on changes parameters."""
+        own, client = self._copies.own, self._copies.client
         if self._held is None:
-            return Standing()
+            return Standing(own=own, client=client)
         agreed = None if self._agreed is None else (self._agreed[0], tuple(self._agreed[1].values.tolist()))
-        return Standing(held=self._held, agreed=agreed)
+        return Standing(held=self._held, agreed=agreed, own=own, client=client)
 
     def stand_at(self, step: int) -> None:
         """The state is that of `step`; what is left of a later one is dropped."""
@@ -214,6 +224,23 @@ class Trainer:
         self.stand_at(step)
         return report
 
+    def go_back(self, step: int, stages: Stages, fills: Sequence[tuple[int, int]]) -> None:
+        """All ranks come to hold the snapshot of `step`, when layers were split into `stages`. fills: (rank that has none,
+        rank that keeps its copy)."""
+        self._held = None
+        layers = replace(self._plan, stages=stages).layers_of_rank(self._at.pipeline)
+        for layer in layers:
+            if layer not in self.layers:
+                self._holding.take(layer)
+        self.adopt(stages, self._plan.shares)
+        if self.rank in dict(fills):
+            self._copies.get_back(step, stages, self._moving())
+        else:
+            self._copies.restore(step, self._moving())
+        if self.rank in {keeper for _, keeper in fills}:
+            self._copies.give_back(step)
+        self.stand_at(step)
+
     def measure_links(self) -> dict[str, float]:
         """Latency and bandwidth of this rank's links by name. All ranks call it together."""
         return measure_links(self._connected, self._device)
@@ -234,6 +261,7 @@ class Trainer:
         if self._groups is not None:
             self._groups.close()
             self._groups = None
+        self._copies.disconnect()
 
     def close(self) -> None:
         """Stop reading ahead and writing, and drop all groups."""
@@ -304,6 +332,8 @@ class Trainer:
                 vector.set_norm(state.spec.index, self._at.tensor, self._at.data, state.squared_norm())
         self._set_loss(vector, run, micro_batches)
         self._connected.check()  # after the device has come to the end of its reductions: the norms are of whole ones
+        if self._copies.at_rest:
+            vector.say_copies_done()
         if self._stop_asked:
             vector.ask_stop()
         def got() -> None:
@@ -330,6 +360,10 @@ class Trainer:
             self._updated = n
         for state in self._holding.trained():
             gather(state, self._connected.data)
+
+    def _moving(self) -> list[Tensor]:
+        """All buffers of this rank's state but gradients, in a fixed order."""
+        return [buffer for state in self.states.values() for buffer in moving_buffers(state)]
 
     def _rate(self, n: int) -> float:
         return learning_rate(self._config.learning_rate, n, self._config.train.steps)

@@ -7,8 +7,9 @@ import pytest
 from raytrain3d.config import RecoveryConfig
 from raytrain3d.errors import ConfigError
 from raytrain3d.gang.budget import Budget
-from raytrain3d.gang.recovery import GoBack, GoOn, decide
+from raytrain3d.gang.recovery import GoBack, GoOn, Rewind, decide
 from raytrain3d.plan.mesh import Mesh
+from raytrain3d.plan.peers import peers_of
 from raytrain3d.train.standing import Standing
 
 MESH = Mesh(data=2, pipeline=2, tensor=1)
@@ -87,6 +88,50 @@ def test_no_split_of_survivors_leaves_ranks_at_different_steps() -> None:
         assert decision.step == (8 if anyone else 7)
         assert {rank for rank, standing in standings.items() if standing.held != decision.step} == set(decision.forward)
         assert {rank for rank, _ in decision.fills} == set(range(4)) - set(standings)
+
+
+SPLIT = ((0, 2), (2, 4))
+
+
+def kept(held: int, own: tuple[int, ...], client: tuple[int, ...]) -> Standing:
+    """Holds a step, and has these snapshots of its own and of its client's state."""
+    return Standing(held=held, own=dict.fromkeys(own, SPLIT), client=frozenset(client))
+
+
+def test_a_state_that_nobody_holds_comes_from_the_newest_whole_snapshot() -> None:
+    peers = (1, 2, 3, 0)
+    left = {0: kept(17, (10, 15), (10, 15)), 1: kept(17, (10, 15), (10, 15)), 2: kept(17, (10, 15), (10,))}
+    decision = decide(left, MESH, shards=2, peers=peers)
+    assert decision == Rewind(step=15, stages=SPLIT, fills=((3, 0),), reason="nobody else holds what rank 3 held")
+    left[0] = kept(17, (10, 15), (10,))
+    decision = decide(left, MESH, shards=2, peers=peers)
+    assert isinstance(decision, Rewind) and decision.step == 10, "what rank 0 keeps of step 15 had not arrived"
+
+
+def test_a_snapshot_needs_its_keeper_and_be_newer_than_the_checkpoint() -> None:
+    whole = {rank: kept(17, (15,), (15,)) for rank in range(4)}
+    both = {rank: whole[rank] for rank in (1, 2)}
+    assert isinstance(decide(both, MESH, shards=2, peers=(1, 2, 3, 0)), GoBack), "rank 0 kept that of rank 3"
+    assert isinstance(decide(both, MESH, shards=2, peers=(2, 3, 0, 1)), Rewind)
+    assert isinstance(decide(both, MESH, shards=2, peers=(2, 3, 0, 1), saved=16), GoBack)
+
+
+def test_a_live_replica_is_better_than_a_snapshot() -> None:
+    left = {rank: kept(17, (15,), (15,)) for rank in (0, 1, 2)}
+    assert isinstance(decide(left, MESH, shards=1, peers=(1, 2, 3, 0)), GoOn)
+
+
+@pytest.mark.parametrize(("nodes", "neighbour", "peers"), [
+    ("aaaa", 2, (2, 3, 0, 1)), ("aabb", 1, (2, 3, 0, 1)), ("abab", 1, (1, 0, 3, 2)), ("aabbcc", 1, (2, 3, 4, 5, 0, 1))])
+def test_peers_are_on_another_node(nodes: str, neighbour: int, peers: tuple[int, ...]) -> None:
+    assert peers_of(list(nodes), neighbour) == peers
+    assert len(set(nodes)) == 1 or all(nodes[rank] != nodes[peer] for rank, peer in enumerate(peers))
+
+
+@pytest.mark.parametrize("nodes", ["aaab", "aaaabb", "abcdefg", "aabbb", "abbbccd"])
+def test_every_rank_keeps_one_copy(nodes: str) -> None:
+    peers = peers_of(list(nodes), 1)
+    assert sorted(peers) == list(range(len(nodes))) and all(rank != peer for rank, peer in enumerate(peers))
 
 
 def test_a_budget_counts_each_cause_within_its_window() -> None:

@@ -23,6 +23,7 @@ from raytrain3d.parallel import migrate
 from raytrain3d.parallel.gradients import GradientReduction
 from raytrain3d.parallel.groups import Group
 from raytrain3d.parallel.pipeline import PipelineRun
+from raytrain3d.parallel.snapshots import Snapshots
 from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.plan import Plan
 from raytrain3d.train import trainer as trainer_module
@@ -82,6 +83,7 @@ class ChaosTrainer(Trainer):
         _wrap(PipelineRun, "_execute", lambda run, op: self.meet(OPS.get(op.kind.value, "other")))
         _wrap(GradientReduction, "_start", lambda *_: self.meet("reduction"))
         _wrap(trainer_module, "sum_over_all", lambda *_, **__: self.meet("commit"))
+        _wrap(Snapshots, "take", lambda *_: self.meet("snapshot"))
         _wrap(migrate, "send_layer", lambda *_: self.meet("fill"))
         _wrap(migrate, "receive_layer", lambda *_: self.meet("fill"))
         Group.send_back = _send_back_with(self.meet)  # type: ignore[method-assign]
@@ -123,6 +125,7 @@ class ChaosTrainer(Trainer):
     def _carry_out(self, n: int, agreed: Any) -> None:
         self.meet("agreed")
         super()._carry_out(n, agreed)
+        self.meet("updated")
 
     def save(self, directory: str, step: int, *, behind: bool) -> SaveStart:
         self.meet("save")
