@@ -448,6 +448,9 @@ class RecoveryConfig:
     hang_limit_s: float = 120.0
     """Time in which no rank goes on with its step, in seconds, after which the one that holds the others up is ended and
     replaced as if it had died. Longer where steps are slow: at least four times the slowest one."""
+    spares: int = 0
+    """Processes that wait, with torch loaded, to take the place of lost ranks, which saves most of the time that a recovery
+    takes. With `--launcher local` only."""
     window_s: float = 3600.0
     """Failures longer ago are forgotten, in seconds."""
     backoff_s: float = 1.0
@@ -455,6 +458,7 @@ class RecoveryConfig:
 
     def __post_init__(self) -> None:
         _require(self.deaths >= 0, "recovery.deaths", self.deaths, "must be at least 0")
+        _require(self.spares >= 0, "recovery.spares", self.spares, "must be at least 0")
         _require(self.errors >= 0, "recovery.errors", self.errors, "must be at least 0")
         _positive("recovery", window_s=self.window_s, hang_limit_s=self.hang_limit_s,
                   snapshot_interval=self.snapshot_interval)

@@ -167,3 +167,12 @@ def test_driver_benchmark() -> None:
     _, figures = run_quick("benchmarks/driver.py")
     assert figures["ratio_vs_plain_processes"] > 0
     assert 0 <= figures["driver_share"] < 1
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(1800)
+def test_recovery_benchmark() -> None:
+    _, figures = run_quick("benchmarks/recovery.py")
+    assert 0 < figures["recovery_s_spare"] and 0 < figures["recovery_s"] and 0 < figures["restart_s"]
+    assert 0 < figures["goodput"] <= 1

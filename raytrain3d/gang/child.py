@@ -1,4 +1,5 @@
-"""The process of one local rank: `python -m raytrain3d.gang.child FD`, where FD is its end of a socket pair.
+"""The process of one local rank: `python -m raytrain3d.gang.child FD [--warm]`, where FD is its end of a socket pair. A warm
+one is a spare: it loads torch before it is told which rank it is.
 
 The main thread trains; a second one reads requests, answers asks and passes calls on. When the driver's end closes, for
 whatever reason, the process ends.
@@ -60,7 +61,20 @@ def main() -> None:
     # A terminal's Ctrl-C and a service manager's SIGTERM reach every process of the group. The driver decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if "--warm" in sys.argv[2:]:
+        warm_up()
     Child(Connection(int(sys.argv[1]))).serve()
+
+
+def warm_up() -> None:
+    """Load all that a rank needs, and go through a product and its backward, of which the first ones take long."""
+    import torch
+
+    import raytrain3d.train.trainer  # noqa: F401 - to have it loaded
+
+    torch.set_num_threads(1)
+    x = torch.ones(64, 64, requires_grad=True)
+    torch.nn.functional.silu(x @ x).sum().backward()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Protocol
 from raytrain3d.config import JobConfig
 from raytrain3d.errors import ConfigError
 from raytrain3d.gang.handle import Gang
-from raytrain3d.gang.local import InlineGang, LocalGang
+from raytrain3d.gang.local import InlineGang, LocalGang, Spares, output_file
 from raytrain3d.gang.mailbox import Mailbox
 from raytrain3d.gang.network import rank_environment
 from raytrain3d.gang.stop import StopFlag
@@ -55,11 +55,14 @@ class LocalLauncher:
         plan = settings[0].plan
         environment = rank_environment(settings[0].config, LOOPBACK)
         gangs: list[LocalGang] = []
+        log = output_file(settings[0].log_directory, "spares.log")
+        spares = Spares(settings[0].config.recovery.spares, log, environment)
         try:
-            gangs += [LocalGang([settings[rank] for rank in plan.mesh.gang(replica)], environment)
+            gangs += [LocalGang([settings[rank] for rank in plan.mesh.gang(replica)], environment, spares)
                       for replica in range(plan.mesh.data)]
             yield gangs
         finally:
+            spares.close()
             for gang in gangs:
                 gang.kill()
 

@@ -23,15 +23,17 @@ P = ParamSpec("P")
 T = TypeVar("T")
 EXIT_WAIT_S = 5.0
 """Longest wait for the exit code of a process whose connection has closed."""
+REFILL_S = 10.0
+"""From the use of a spare process until another one is started."""
 
 
 class LocalRank:
     """A rank in a process of this machine, which ends with the driver."""
 
-    def __init__(self, settings: RankSettings, environment: Mapping[str, str]) -> None:
+    def __init__(self, settings: RankSettings, started: "Started") -> None:
         self.rank = settings.rank
         self.node = socket.gethostname()
-        self._process, self._connection = _start(settings, environment)
+        self._process, self._connection = started
         self._waiting: dict[int, Future[Any]] = {}
         self._count = 0
         self._death: RankDied | None = None
@@ -94,32 +96,79 @@ class LocalRank:
                 future.set_exception(death)
 
 
-def _start(settings: RankSettings, environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], Connection]:
-    """The child's process and our end of its connection. What it prints goes to the rank's log."""
+Started = tuple[subprocess.Popen[bytes], Connection]
+"""A process that waits for its settings, and our end of its connection."""
+
+
+def start_process(log: str, environment: Mapping[str, str], *, warm: bool = False) -> Started:
+    """log: file for what it prints. warm: it loads and tries all that training needs while it waits."""
     ours, theirs = socket.socketpair()
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     variables = {**os.environ, **environment, "PYTHONPATH": path}
-    command = [sys.executable, "-m", "raytrain3d.gang.child", str(theirs.fileno())]
-    with theirs, open(_output(settings), "ab") as output:
+    command = [sys.executable, "-m", "raytrain3d.gang.child", str(theirs.fileno()), *(["--warm"] if warm else [])]
+    with theirs, open(log, "ab") as output:
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=variables, stdin=subprocess.DEVNULL,
                                    stdout=output, stderr=output)
     return process, Connection(ours.detach())
 
 
-def _output(settings: RankSettings) -> str:
-    if settings.log_directory is None:
+def output_file(directory: str | None, name: str) -> str:
+    """Where a process prints to."""
+    if directory is None:
         return os.devnull
-    directory = Path(settings.log_directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    return str(directory / f"rank-{settings.rank:04d}.log")
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    return str(Path(directory) / name)
+
+
+class Spares:
+    """Processes that wait, with torch loaded, to take the place of lost ranks."""
+
+    def __init__(self, number: int, log: str, environment: Mapping[str, str]) -> None:
+        self._log, self._environment = log, environment
+        self._waiting: list[Started] = []
+        self._lock, self._closed = threading.Lock(), False
+        self._refills: list[threading.Timer] = []
+        for _ in range(number):
+            self._add()
+
+    def take(self) -> Started | None:
+        """One that lives, if there is one; another one is started a little later, when the recovery is over."""
+        with self._lock:
+            while self._waiting:
+                process, connection = self._waiting.pop(0)
+                refill = threading.Timer(REFILL_S, self._add)
+                refill.daemon = True
+                refill.start()
+                self._refills.append(refill)
+                if process.poll() is None:
+                    return process, connection
+                connection.close()
+        return None
+
+    def close(self) -> None:
+        for refill in self._refills:
+            refill.cancel()
+        with self._lock:
+            self._closed = True
+            for process, connection in self._waiting:
+                process.kill()
+                process.wait()
+                connection.close()
+            self._waiting.clear()
+
+    def _add(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._waiting.append(start_process(self._log, self._environment, warm=True))
 
 
 class LocalGang:
     """Local processes of one replica."""
 
-    def __init__(self, settings: Sequence[RankSettings], environment: Mapping[str, str]) -> None:
+    def __init__(self, settings: Sequence[RankSettings], environment: Mapping[str, str], spares: Spares) -> None:
         self._settings, self._environment = {each.rank: each for each in settings}, environment
-        self.ranks = tuple(LocalRank(each, environment) for each in settings)
+        self._spares = spares
+        self.ranks = tuple(LocalRank(each, self._start(each)) for each in settings)
 
     def replace(self, rank: int, plan: Plan) -> None:
         settings = replace(self._settings[rank], plan=plan)
@@ -127,7 +176,10 @@ class LocalGang:
 
     def _new(self, old: LocalRank, settings: RankSettings) -> LocalRank:
         old.kill()
-        return LocalRank(settings, self._environment)
+        return LocalRank(settings, self._spares.take() or self._start(settings))
+
+    def _start(self, settings: RankSettings) -> Started:
+        return start_process(output_file(settings.log_directory, f"rank-{settings.rank:04d}.log"), self._environment)
 
     def kill(self) -> None:
         for rank in self.ranks:
