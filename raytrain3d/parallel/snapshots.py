@@ -80,7 +80,6 @@ class Snapshots:
     def restore(self, step: int, buffers: Sequence[Tensor]) -> None:
         """Fill `buffers` from this rank's own copy of `step`."""
         _unpack(next(copy.block for copy in self._own if copy.step == step), buffers)
-        self._forget_after(step)
 
     def give_back(self, step: int) -> None:
         """Send the client's copy of `step` to the client, which has been replaced."""
@@ -96,6 +95,11 @@ class Snapshots:
         self._own.append(Copy(step, stages, block))
         _unpack(block, buffers)
 
+    def forget_after(self, step: int) -> None:
+        """Copies of later steps: the run has gone back before them."""
+        self._own = [copy for copy in self._own if copy.step <= step]
+        self._client = [copy for copy in self._client if copy.step <= step]
+
     def _exchange(self, copy: Copy, to_peer: Group, from_client: Group) -> None:
         head, theirs = torch.tensor([copy.step, copy.block.numel()]), torch.empty(2, dtype=torch.int64)
         try:
@@ -109,10 +113,6 @@ class Snapshots:
             logger.warning("snapshot of step %d is lost: %s", copy.step, error)
             return
         self._client.append(Copy(int(theirs[0]), copy.stages, block))
-
-    def _forget_after(self, step: int) -> None:
-        self._own = [copy for copy in self._own if copy.step <= step]
-        self._client = [copy for copy in self._client if copy.step <= step]
 
 
 def _room(copies: list[Copy], size: int) -> Tensor:

@@ -204,6 +204,7 @@ class Trainer:
             state.gradient.zero_()
         if self._agreed is not None and self._agreed[0] > step:
             self._agreed = None
+        self._copies.forget_after(step)
         self._held, self._updated = step, step
 
     def recover(self, step: int, values: Sequence[float] | None, fills: Sequence[tuple[int, int]]) -> StepReport | None:

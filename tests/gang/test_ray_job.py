@@ -111,6 +111,25 @@ def test_a_killed_rank_ends_the_job_with_its_name(cluster: str, tmp_path: Path) 
     assert "Worker unexpectedly exits" in first
 
 
+def test_a_killed_actor_is_replaced_in_its_bundle(cluster: str, tmp_path: Path) -> None:
+    config = fake_job(tmp_path, steps=10_000, mesh=(2, 2, 1), deaths=1)
+    before: dict[str, int] = {}
+    after: dict[str, int] = {}
+
+    def kill() -> None:
+        before.update(actors())
+        os.kill(before["raytrain3d/job/rank-0003 stage 1"], signal.SIGKILL)
+        events = Path(config.run.directory) / "job" / "events.jsonl"
+        wait_until(lambda: '"recovered"' in events.read_text(), 60, lambda: events.read_text())
+        after.update(actors())
+        ask_run("job", "stop", directory="nowhere", address=cluster)
+
+    with after_first_step(config, kill):
+        code, text = run(config)
+    assert code == 0 and "rank 3 filled from rank 1; goes on after step" in text
+    assert {name for name in before if before[name] != after[name]} == {"raytrain3d/job/rank-0003 stage 1"}
+
+
 def test_sigterm_saves_and_leaves_nothing(cluster: str, tmp_path: Path) -> None:
     config = fake_job(tmp_path, steps=10_000)
     with after_first_step(config, lambda: os.kill(os.getpid(), signal.SIGTERM)):
