@@ -120,7 +120,7 @@ def test_a_killed_actor_is_replaced_in_its_bundle(cluster: str, tmp_path: Path) 
         before.update(actors())
         os.kill(before["raytrain3d/job/rank-0003 stage 1"], signal.SIGKILL)
         events = Path(config.run.directory) / "job" / "events.jsonl"
-        wait_until(lambda: '"recovered"' in events.read_text(), 60, lambda: events.read_text())
+        wait_until(lambda: '"recovered"' in events.read_text(), 60, events.read_text)
         after.update(actors())
         ask_run("job", "stop", directory="nowhere", address=cluster)
 
