@@ -447,7 +447,8 @@ class RecoveryConfig:
     its rank, with about so many steps done again. Absent: such a death goes back to the newest checkpoint."""
     hang_limit_s: float = 120.0
     """Time in which no rank goes on with its step, in seconds, after which the one that holds the others up is ended and
-    replaced as if it had died. Longer where steps are slow: at least four times the slowest one."""
+    replaced as if it had died. Longer where steps are slow, at least four times the slowest one, and three times as long
+    until the first step of new processes is done."""
     spares: int = 0
     """Processes that wait, with torch loaded, to take the place of lost ranks, which saves most of the time that a recovery
     takes. With `--launcher local` only."""

@@ -101,6 +101,7 @@ class Fleet:
         """Every rank makes its trainer and joins the groups of `generation`."""
         futures = {handle.rank: handle.call(RankWorker.join, host, port, generation) for handle in self._ranks}
         self._all("joining", futures, self._limits.work_s, may_stop=generation == 0)
+        self._watch.begin_generation()
 
     def join_ring(self, peers: tuple[int, ...]) -> None:
         """peers: rank -> the rank that keeps its snapshots."""

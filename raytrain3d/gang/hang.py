@@ -19,6 +19,8 @@ ANSWER_S = 2.0
 """Longest wait for where a rank is; it answers in milliseconds unless its process is stopped."""
 UNWATCHED = 0.25
 """Share of the limit without a finished step after which ranks are asked; what they do then counts as movement."""
+FIRST = 3
+"""The limit is as many times as long until the first step of a generation is done: it may load or compile kernels."""
 TIMES_STEP = 4
 """Ranks may stand still for as many times as long as the slowest step has taken."""
 
@@ -27,9 +29,13 @@ class HangWatch:
     """Watches the leases of one job. `least_s`: shortest time without any movement that is a hang."""
 
     def __init__(self, least_s: float) -> None:
-        self._least_s, self._slowest_s = least_s, 0.0
+        self._least_s, self._slowest_s, self._is_first = least_s, 0.0, True
         self._seen: dict[int, tuple[int, int, int]] = {}
         self._moved = time.monotonic()
+
+    def begin_generation(self) -> None:
+        """Some processes are new."""
+        self._is_first = True
 
     def begin(self) -> None:
         """A lease begins, or a step was finished: all are on the move, as far as is known."""
@@ -37,12 +43,12 @@ class HangWatch:
 
     def saw_steps(self, seconds: Iterable[float]) -> None:
         """Steps were finished that took so long."""
-        self._slowest_s = max([self._slowest_s, *seconds])
+        self._slowest_s, self._is_first = max([self._slowest_s, *seconds]), False
         self.begin()
 
     @property
     def limit_s(self) -> float:
-        return max(self._least_s, TIMES_STEP * self._slowest_s)
+        return max(self._least_s * (FIRST if self._is_first else 1), TIMES_STEP * self._slowest_s)
 
     def check(self, ranks: Sequence[RankHandle], plan: Plan) -> Sign | None:
         """The sign of the rank that holds the others up, if they hang. Asks nobody while steps are finished in time."""

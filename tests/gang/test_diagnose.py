@@ -119,9 +119,16 @@ def watch_for(seconds: int, ranks: list[FakeRank], watch: HangWatch, clock: list
     return None
 
 
+def running(least_s: float) -> HangWatch:
+    """After some quick steps."""
+    watch = HangWatch(least_s)
+    watch.saw_steps([0.1])
+    return watch
+
+
 def test_a_hang_is_found_after_the_limit_and_nobody_is_asked_before(clock: list[float]) -> None:
     ranks = [FakeRank(rank, [COMMIT if rank else in_op(0, "0F1", waits=False)]) for rank in range(6)]
-    watch = HangWatch(10.0)
+    watch = running(10.0)
     assert watch_for(2, ranks, watch, clock) is None and ranks[0].asked == 0
     found = watch_for(20, ranks, watch, clock)
     assert found is not None and found[0] == 11
@@ -132,7 +139,7 @@ def test_a_hang_is_found_after_the_limit_and_nobody_is_asked_before(clock: list[
 def test_a_slow_step_that_moves_is_no_hang(clock: list[float]) -> None:
     moving = [in_op(0, f"0{kind}{i}", waits=False) for kind in "FB" for i in range(4) for _ in range(9)]
     ranks = [FakeRank(rank, [COMMIT]) for rank in range(1, 6)]
-    watch = HangWatch(10.0)
+    watch = running(10.0)
     assert watch_for(72, [FakeRank(0, [*moving]), *ranks], watch, clock) is None
 
 
@@ -144,3 +151,11 @@ def test_the_limit_follows_the_slowest_step(clock: list[float]) -> None:
     assert found is not None and found[0] == 100
     watch.begin()
     assert watch_for(79, ranks, watch, clock) is None
+
+
+def test_the_first_step_of_new_processes_may_take_longer(clock: list[float]) -> None:
+    watch = running(10.0)
+    watch.begin_generation()
+    ranks = [FakeRank(rank, [COMMIT if rank else in_op(0, "0F1", waits=False)]) for rank in range(6)]
+    assert watch_for(29, ranks, watch, clock) is None
+    assert watch_for(20, ranks, watch, clock) is not None
