@@ -74,7 +74,7 @@ def warm_up() -> None:
 
     torch.set_num_threads(1)
     x = torch.ones(64, 64, requires_grad=True)
-    torch.nn.functional.silu(x @ x).sum().backward()
+    torch.nn.functional.silu(x @ x).sum().backward()  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

@@ -79,7 +79,8 @@ def summarize(reports: Sequence[StepReport], mesh: Mesh) -> StepSummary:
 
 
 def _mean(reports: Sequence[StepReport], value: Callable[[StepReport], float]) -> float:
-    return sum(map(value, reports)) / len(reports)
+    """0 when nobody has reported: a lost rank took its reports with it."""
+    return sum(map(value, reports)) / max(len(reports), 1)
 
 
 def _stage(reports: Sequence[StepReport]) -> StageSummary:
