@@ -25,8 +25,6 @@ WAIT_SHARE = 0.01
 """Longest wait of the ranks for a decision, as a share of the time since the last one."""
 LINK_BYTES_PER_S, SHIFT_S = 1e9, 0.05
 """What a move is thought to take before one was measured."""
-SLOW = 1.2
-"""Slowdown from which a rank is named."""
 
 
 class Advisor:
@@ -52,15 +50,12 @@ class Advisor:
         self._measured.add(times, max(report.seconds for report in reports))
 
     def estimate(self) -> Estimate | None:
-        """What is known of costs and speeds by now."""
+        """What is known of costs and speeds by now; None: too little."""
         return self._measured.estimate()
 
-    def advise(self, step: int, plan: Plan) -> Keep | Move | Revert | None:
-        """A decision for after `step`; None while too little is known or it is still being made."""
+    def advise(self, step: int, plan: Plan, estimate: Estimate) -> Keep | Move | Revert | None:
+        """A decision for after `step`, from what is known now; None while it is still being made."""
         if self._pending is None:
-            estimate = self.estimate()
-            if estimate is None:
-                return None
             self._note_outcome(estimate)
             self._considered = self._situation(step, plan, estimate)
             self._pending = self._thread.submit(decide, self._considered, list(self._history), self._cost,
@@ -89,14 +84,6 @@ class Advisor:
         if past is None or past.gain is None or isinstance(past.decision, Revert):
             return None
         return past.decision.gain, past.gain
-
-    def slow_ranks(self) -> dict[tuple[int, int], float]:
-        """(replica, pipeline rank) -> slowdown, of those that are slower than the others."""
-        estimate = self.estimate()
-        if estimate is None:
-            return {}
-        return {(replica, rank): slowdown for replica, row in enumerate(estimate.slowdowns)
-                for rank, slowdown in enumerate(row) if slowdown >= SLOW}
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

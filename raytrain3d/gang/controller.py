@@ -15,7 +15,7 @@ from raytrain3d.gang.fleet import DRAIN_S, POLL_S, Fleet, FleetFailed
 from raytrain3d.gang.mailbox import Mailbox, Status, now
 from raytrain3d.gang.resume import check_resume, resume
 from raytrain3d.gang.saving import Saver
-from raytrain3d.gang.rebalancer import Rebalancer, decides
+from raytrain3d.gang.rebalancer import Rebalancer
 from raytrain3d.gang.recoverer import Recoverer, Store
 from raytrain3d.gang.stop import StopFlag, StopRequested
 from raytrain3d.gang.worker import LeaseEnd
@@ -69,11 +69,12 @@ class Ending:
     """Directory of the newest checkpoint."""
 
 
-def lease_end(step: int, config: JobConfig) -> int:
-    """Last step of the lease that begins after `step`: the next decision point, `train.lease` steps away at most."""
-    decisions = config.rebalance.interval if decides(config) else None
-    intervals = [n for n in (config.evaluate.interval, config.checkpoint.interval, decisions) if n is not None]
-    return min([config.train.steps, step + config.train.lease, *((step // n + 1) * n for n in intervals)])
+def lease_end(step: int, config: JobConfig, decision: int | None = None) -> int:
+    """Last step of the lease that begins after `step`: the next one after which something is due, `train.lease` steps away
+    at most. decision: the next step with one about the split."""
+    intervals = [n for n in (config.evaluate.interval, config.checkpoint.interval) if n is not None]
+    due = [(step // n + 1) * n for n in intervals] + ([decision] if decision is not None else [])
+    return min([config.train.steps, step + config.train.lease, *due])
 
 
 class Controller:
@@ -165,7 +166,8 @@ class Controller:
     def _train_on(self) -> State:
         """One lease, then what is due where it ended."""
         if self._tended == self._step:  # else a failure came between the two
-            self._step = self._run_lease(lease_end(self._step, self._config)).step
+            decision = self._rebalancer.next_decision(self._step + 1)
+            self._step = self._run_lease(lease_end(self._step, self._config, decision)).step
         is_last = self._step == self._config.train.steps
         if self._stop.reason is not None and not is_last:
             self._read_reports(until=self._step)
@@ -255,7 +257,7 @@ class Controller:
         self._publish()
 
     def _tell(self, reports: Sequence[StepReport]) -> None:
-        self._last = summarize(reports, self._job.plan.mesh)
+        self._last = summarize(reports, self._job.plan.mesh, self._rebalancer.summary)
         self._goodput.count(self._last.step, self._last.seconds)
         self._journal.step(self._last, goodput=self._goodput.share)
 

@@ -113,12 +113,12 @@ class RayGang:
 
 def _start(group: PlacementGroup, place: RankPlace, settings: RankSettings) -> Any:
     plan, config = settings.plan, settings.config
-    stage = plan.mesh.coordinate(place.rank).pipeline
+    pipeline = plan.mesh.coordinate(place.rank).pipeline
     on_gpu = plan.device == "gpu"
     # The variable must be there before Ray starts the process; the others are set by the actor, which knows its node.
     environment = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}} if on_gpu else None
     return RANK_ACTOR.options(
-        name=f"raytrain3d/{config.run.name}/rank-{place.rank:04d} stage {stage}", namespace=NAMESPACE,
+        name=f"raytrain3d/{config.run.name}/rank-{place.rank:04d} pipeline {pipeline}", namespace=NAMESPACE,
         num_cpus=config.placement.cpus_per_rank, num_gpus=1 if on_gpu else 0, runtime_env=environment,
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place.bundle),
     ).remote(settings)

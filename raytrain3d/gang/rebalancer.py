@@ -6,34 +6,31 @@ driver's plan, and only then let go at its source; so whatever happens, the plan
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 from raytrain3d.config import JobConfig
 from raytrain3d.errors import PlanError
 from raytrain3d.gang.advisor import Advisor
 from raytrain3d.gang.fleet import Fleet
 from raytrain3d.metrics.journal import Journal
+from raytrain3d.metrics.summary import RebalanceSummary
+from raytrain3d.plan.measured import RECENT, Estimate
 from raytrain3d.plan.mesh import Coordinate
 from raytrain3d.plan.moves import Shift, after, moves
 from raytrain3d.plan.partition import Stages, split_by_counts
 from raytrain3d.plan.plan import Plan
-from raytrain3d.plan.rebalance import Keep
+from raytrain3d.plan.rebalance import Keep, Move, Revert
 from raytrain3d.plan.table import counted
 from raytrain3d.train.report import StepReport
+
+SLOW, NORMAL = 1.2, 1.1
+"""Slowdown from which a rank is named, and below which it is said to be as fast as others again."""
 
 
 def decides(config: JobConfig) -> bool:
     """Whether the driver thinks about moves at all: there must be ranks to move between."""
     return config.rebalance.mode != "off" and config.mesh.data * config.mesh.pipeline > 1
-
-
-@dataclass(slots=True)
-class Moved:
-    """Everything that was moved so far."""
-
-    layers: int = 0
-    num_bytes: int = 0
-    seconds: float = 0.0
 
 
 class Rebalancer:
@@ -45,8 +42,10 @@ class Rebalancer:
         self._advisor = Advisor(config, plan) if decides(config) else None
         self._wanted: list[str] = []
         self._named: set[tuple[int, int]] = set()
-        self._gain: tuple[float, float] | None = None
-        self.moved = Moved()
+        self._trial_end = 0
+        """Step after which the outcome of the last trial is known."""
+        self.summary = RebalanceSummary()
+        """What was done so far."""
 
     def watch(self, reports: Sequence[StepReport]) -> None:
         """One step, from all ranks."""
@@ -57,9 +56,16 @@ class Rebalancer:
         """Someone asks for stages of so many layers (`5,5,4,2`); done or refused at the next boundary."""
         self._wanted.append(counts)
 
+    def next_decision(self, step: int) -> int | None:
+        """The first step from `step` on after which there is a decision; None: there are none."""
+        if self._advisor is None:
+            return None
+        regular = -(-step // self._config.rebalance.interval) * self._config.rebalance.interval
+        return min(regular, self._trial_end) if step <= self._trial_end else regular
+
     def is_due(self, step: int) -> bool:
         """Whether `act` may do something after `step`: all reports up to it should have been watched before."""
-        return bool(self._wanted) or (self._advisor is not None and step % self._config.rebalance.interval == 0)
+        return bool(self._wanted) or self.next_decision(step) == step
 
     def act(self, step: int) -> None:
         """Between two leases, after `step`: do what was asked for, else what is best."""
@@ -68,8 +74,7 @@ class Rebalancer:
             self._do_request(step, self._wanted[0])
             self._wanted.pop(0)
         if self._advisor is not None and not asked:
-            self._name_slow_ranks(step, self._advisor)
-            self._follow(step, self._advisor)
+            self._decide(step, self._advisor)
 
     def return_to(self, stages: Stages) -> None:
         """The ranks went back to a split of before."""
@@ -89,57 +94,82 @@ class Rebalancer:
             return
         self.move(step, stages, self.plan.shares, f"asked for stages {counts}")
 
-    def _follow(self, step: int, advisor: Advisor) -> None:
-        decision = advisor.advise(step, self.plan)
-        if (gain := advisor.last_gain) is not None and gain != self._gain:
-            self._gain = gain
-            self._journal.event("rebalance outcome", step, f"the last move was predicted to gain {gain[0]:.2f}x and gained "
-                                f"{gain[1]:.2f}x", predicted=gain[0], achieved=gain[1])
-        if decision is None or isinstance(decision, Keep):
-            reason = decision.reason if decision is not None else "too little is known yet"
-            self._journal.note("rebalance kept", step, reason)
+    def _decide(self, step: int, advisor: Advisor) -> None:
+        estimate = advisor.estimate()
+        if estimate is None:
+            self._journal.note("rebalance waits", step, "too little is measured yet")
             return
-        if self._config.rebalance.mode == "advise":
+        self._name_slow_ranks(step, estimate)
+        decision = advisor.advise(step, self.plan, estimate)
+        self._tell_outcome(step, advisor)
+        if decision is None:
+            self._journal.note("rebalance waits", step, "still looking for the best split")
+            return
+        self.summary = replace(self.summary, decisions=self.summary.decisions + 1)
+        if isinstance(decision, Keep):
+            self._journal.note("rebalance kept", step, decision.reason)
+        elif self._config.rebalance.mode == "advise":
             self._journal.event("rebalance advice", step, f"advice: {decision.reason}")
+        else:
+            self._follow(step, advisor, decision)
+
+    def _tell_outcome(self, step: int, advisor: Advisor) -> None:
+        """What the last move brought, as soon as that is known."""
+        gain = advisor.last_gain
+        if gain is None or self.summary.achieved_gain is not None:
             return
-        before, start = self.moved.num_bytes, time.monotonic()
-        shifts = self.move(step, decision.split.stages, decision.split.shares, decision.reason)
-        advisor.carried_out(decision, num_bytes=self.moved.num_bytes - before, seconds=time.monotonic() - start,
-                            shifts=shifts)
+        self.summary = replace(self.summary, achieved_gain=gain[1])
+        self._journal.event("rebalance outcome", step, f"the last move was predicted to gain {gain[0]:.2f}x and gained "
+                            f"{gain[1]:.2f}x", predicted=gain[0], achieved=gain[1])
 
-    def _name_slow_ranks(self, step: int, advisor: Advisor) -> None:
-        slow, mesh = advisor.slow_ranks(), self.plan.mesh
-        for (replica, pipeline), slowdown in slow.items():
-            if (replica, pipeline) not in self._named:
-                first = mesh.rank(Coordinate(data=replica, pipeline=pipeline, tensor=0))
-                ranks = ", ".join(map(str, range(first, first + mesh.tensor)))
-                node = self._fleet.nodes[first]
-                self._journal.event("slow rank", step, f"rank {ranks} (replica {replica}, pipeline rank {pipeline}) on node "
-                                    f"{node} is {slowdown:.2f} times as slow as others", rank=first, node=node,
-                                    slowdown=slowdown)
-        self._named = set(slow)
+    def _follow(self, step: int, advisor: Advisor, decision: Move | Revert) -> None:
+        before = self.summary
+        self.move(step, decision.split.stages, decision.split.shares, decision.reason)
+        after = self.summary
+        advisor.carried_out(decision, num_bytes=after.bytes - before.bytes, seconds=after.seconds - before.seconds,
+                            shifts=after.layers - before.layers)
+        if isinstance(decision, Move):
+            self.summary = replace(after, predicted_gain=decision.gain, achieved_gain=None)
+            self._trial_end = step + RECENT if decision.is_trial else 0
 
-    def move(self, step: int, stages: Stages, shares: tuple[int, ...], reason: str) -> int:
-        """From the split of the plan to `stages`, and to `shares`. Returns the number of one-layer shifts."""
-        start, before, old = time.monotonic(), self.moved.num_bytes, self.plan.stages
+    def _name_slow_ranks(self, step: int, estimate: Estimate) -> None:
+        slow, still = estimate.slow(SLOW), estimate.slow(NORMAL)
+        for place in sorted(slow.keys() - self._named):
+            where, values = self._where(*place)
+            self._journal.event("slow rank", step, f"{where} is {slow[place]:.2f} times as slow as others",
+                                slowdown=slow[place], **values)
+        for place in sorted(self._named - still.keys()):
+            where, values = self._where(*place)
+            self._journal.event("slow rank recovered", step, f"{where} is as fast as others again", **values)
+        self._named = self._named & still.keys() | slow.keys()
+
+    def _where(self, replica: int, pipeline: int) -> tuple[str, dict[str, Any]]:
+        """The ranks at a place, with their node: for people and for programs."""
+        mesh = self.plan.mesh
+        first = mesh.rank(Coordinate(data=replica, pipeline=pipeline, tensor=0))
+        ranks, node = range(first, first + mesh.tensor), self._fleet.nodes[first]
+        named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        return f"{named} (replica {replica}, pipeline rank {pipeline}) on node {node}", {"rank": first, "node": node}
+
+    def move(self, step: int, stages: Stages, shares: tuple[int, ...], reason: str) -> None:
+        """From the split of the plan to `stages`, and to `shares`."""
+        start, before, old = time.monotonic(), self.summary, self.plan.stages
         shifts = moves(old, stages)
         for shift in shifts:
             self._shift(shift)
         if shares != self.plan.shares:
             self._commit(replace(self.plan, shares=shares))
-        self.moved.layers += len(shifts)
-        seconds, num_bytes = time.monotonic() - start, self.moved.num_bytes - before
-        self.moved.seconds += seconds
+        seconds, num_bytes = time.monotonic() - start, self.summary.bytes - before.bytes
+        self.summary = replace(self.summary, moves=before.moves + 1, seconds=before.seconds + seconds)
         self._journal.event(
             "rebalance", step, f"{reason}; {counted(len(shifts), 'shift')}, {num_bytes / 2**20:.1f} MiB in {seconds:.2f} s",
             reason=reason, before=[end - first for first, end in old], stages=[end - first for first, end in stages],
             shares=list(shares), shifts=len(shifts), bytes=num_bytes, seconds=seconds)
-        return len(shifts)
 
     def _shift(self, shift: Shift) -> None:
         source, target = self.plan.rank_of(shift.source), self.plan.rank_of(shift.target)
-        if source != target:
-            self.moved.num_bytes += self._fleet.copy_layer(shift.layer, source, target)
+        sent = self._fleet.copy_layer(shift.layer, source, target) if source != target else 0
+        self.summary = replace(self.summary, layers=self.summary.layers + 1, bytes=self.summary.bytes + sent)
         self._commit(replace(self.plan, stages=after(self.plan.stages, shift)))
 
     def _commit(self, plan: Plan) -> None:

@@ -98,8 +98,8 @@ class RankSettings:
         """Send this process's records to the rank's log file."""
         if self.log_directory is None:
             return None
-        stage = self.plan.mesh.coordinate(self.rank).pipeline
-        return log_to_file(Path(self.log_directory), self.rank, stage, self.config.run.log_level)
+        pipeline = self.plan.mesh.coordinate(self.rank).pipeline
+        return log_to_file(Path(self.log_directory), self.rank, pipeline, self.config.run.log_level)
 
 
 def make_trainer(config: JobConfig, plan: Plan, rank: int) -> "Trainer":

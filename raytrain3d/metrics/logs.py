@@ -1,4 +1,4 @@
-"""Where log records go: one file per rank, each line with rank and stage."""
+"""Where log records go: one file per rank, each line with rank and pipeline rank."""
 
 import logging
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 PACKAGE = logging.getLogger("raytrain3d")
 
 
-def log_to_file(directory: Path, rank: int, stage: int, level: str) -> logging.Handler:
+def log_to_file(directory: Path, rank: int, pipeline: int, level: str) -> logging.Handler:
     """Send this process's records to `rank-NNNN.log` in `directory`, which is made if need be."""
     directory.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(directory / f"rank-{rank:04d}.log")
     handler.setFormatter(logging.Formatter(
-        f"%(asctime)s rank {rank} stage {stage} %(levelname)s %(name)s: %(message)s"))
+        f"%(asctime)s rank {rank} pipeline {pipeline} %(levelname)s %(name)s: %(message)s"))
     PACKAGE.setLevel(level.upper())
     PACKAGE.addHandler(handler)
     PACKAGE.propagate = False

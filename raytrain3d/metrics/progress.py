@@ -63,9 +63,9 @@ def duration(seconds: float) -> str:
 def figures(summary: StepSummary, num_steps: int, left_s: float) -> list[tuple[str, str]]:
     """Name and text of every figure of a step."""
     return [("step", f"{summary.step}/{num_steps}"), ("loss", f"{summary.loss:.4f}"),
-            ("tokens/s", f"{summary.tokens_per_s:,.0f}"), ("learning rate", f"{summary.learning_rate:.3g}"),
+            ("tokens/s", f"{summary.tokens_per_s:,.0f}"), ("lr", f"{summary.learning_rate:.3g}"),
             ("gradient norm", f"{summary.gradient_norm:.3f}"), ("s/step", f"{summary.seconds:.3f}"),
-            ("idle", f"{summary.idle_share:.0%}"), ("left", duration(left_s))]
+            ("idle", f"{summary.idle_share:.0%}"), ("imbalance", f"{summary.imbalance:.2f}"), ("left", duration(left_s))]
 
 
 class PlainProgress:

@@ -10,8 +10,8 @@ from raytrain3d.train.report import StepReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StageSummary:
-    """Means over the ranks of a stage, in seconds a step."""
+class PipelineRankSummary:
+    """Means over the ranks that stand at one place of their pipelines, in seconds a step."""
 
     compute_s: float
     receive_wait_s: float
@@ -21,6 +21,26 @@ class StageSummary:
     optimizer_s: float
     idle_share: float
     """Share of the step in which its ranks did not compute."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RebalanceSummary:
+    """What rebalancing has done up to a step, since the job was started or resumed."""
+
+    decisions: int = 0
+    """Those that left everything where it was among them."""
+    moves: int = 0
+    """Decisions and wishes that were carried out."""
+    layers: int = 0
+    """One layer across one stage boundary counts once."""
+    bytes: int = 0
+    """Sent between ranks by moves."""
+    seconds: float = 0.0
+    """That training stood still for moves."""
+    predicted_gain: float | None = None
+    """Of the last move that was decided: step time before over after. Absent: there was none."""
+    achieved_gain: float | None = None
+    """Of the same move, once it is measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,18 +58,19 @@ class StepSummary:
     """Of the slowest rank."""
     idle_share: float
     """Mean over ranks."""
-    stages: tuple[StageSummary, ...]
+    pipeline_ranks: tuple[PipelineRankSummary, ...]
     layer_forward_s: dict[int, float]
     """By layer: mean over the ranks that hold it, summed over a step's micro-batches."""
     layer_backward_s: dict[int, float]
     """Whole backwards, and input gradients of split ones."""
     layer_weight_s: dict[int, float]
     """Weight gradients of split backwards."""
+    rebalance: RebalanceSummary = RebalanceSummary()
 
     @property
     def imbalance(self) -> float:
         """Compute of the busiest pipeline rank over the mean of all; 1 is even."""
-        work = [stage.compute_s for stage in self.stages]
+        work = [each.compute_s for each in self.pipeline_ranks]
         mean = sum(work) / len(work)
         return max(work) / mean if mean > 0 else 1.0
 
@@ -64,15 +85,15 @@ class StepSummary:
                 for key, value in record.items()}
 
 
-def summarize(reports: Sequence[StepReport], mesh: Mesh) -> StepSummary:
-    """reports: of one step, from every rank."""
+def summarize(reports: Sequence[StepReport], mesh: Mesh, rebalance: RebalanceSummary = RebalanceSummary()) -> StepSummary:
+    """reports: of one step, from every rank. rebalance: what was done before it."""
     first = reports[0]
-    stages = tuple(_stage([r for r in reports if mesh.coordinate(r.rank).pipeline == stage])
-                   for stage in range(mesh.pipeline))
+    pipeline_ranks = tuple(_pipeline_rank([r for r in reports if mesh.coordinate(r.rank).pipeline == each])
+                           for each in range(mesh.pipeline))
     return StepSummary(
         step=first.step, loss=first.loss, tokens=first.tokens, gradient_norm=first.gradient_norm,
         learning_rate=first.learning_rate, skipped=first.skipped, seconds=max(r.seconds for r in reports),
-        idle_share=_mean(reports, lambda r: r.idle_share), stages=stages,
+        idle_share=_mean(reports, lambda r: r.idle_share), pipeline_ranks=pipeline_ranks, rebalance=rebalance,
         layer_forward_s=_by_layer([r.layer_forward_s for r in reports]),
         layer_backward_s=_by_layer([r.layer_backward_s for r in reports]),
         layer_weight_s=_by_layer([r.layer_weight_s for r in reports]))
@@ -83,8 +104,8 @@ def _mean(reports: Sequence[StepReport], value: Callable[[StepReport], float]) -
     return sum(map(value, reports)) / max(len(reports), 1)
 
 
-def _stage(reports: Sequence[StepReport]) -> StageSummary:
-    return StageSummary(
+def _pipeline_rank(reports: Sequence[StepReport]) -> PipelineRankSummary:
+    return PipelineRankSummary(
         compute_s=_mean(reports, lambda r: r.compute_s), receive_wait_s=_mean(reports, lambda r: r.receive_wait_s),
         reduce_wait_s=_mean(reports, lambda r: r.reduce_wait_s),
         commit_wait_s=_mean(reports, lambda r: r.commit_wait_s), data_wait_s=_mean(reports, lambda r: r.data_wait_s),

@@ -57,6 +57,11 @@ class Estimate:
     noise: float
     """Standard error of the time of the least well known rank, as a share of it."""
 
+    def slow(self, least: float) -> dict[Place, float]:
+        """Slowdowns of the ranks for which they are `least` or more."""
+        return {(replica, rank): slowdown for replica, row in enumerate(self.slowdowns)
+                for rank, slowdown in enumerate(row) if slowdown >= least}
+
 
 class Measured:
     """Takes the reports of every step. flops: by layer, to know which layers are alike."""

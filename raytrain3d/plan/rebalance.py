@@ -2,6 +2,9 @@
 
 A move must gain more than a threshold and more than noise can feign, and win back its own cost in the steps that are
 left. A move after which steps take longer than before is undone, and not tried again while costs are what they were.
+
+A replica so slow that it got no micro-batch is not measured any more. So now and then it gets one as a trial: that costs a
+few longer steps where a wrong guess of its speed would cost many, and is undone like any move that made steps longer.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +26,9 @@ LEAST_LOSS = 0.01
 """A move that lost less is left as it is."""
 MATERIAL = 0.1
 """Costs are as they were if no rank's time has changed by more."""
+TRIAL_INTERVALS = 8
+"""Intervals between decisions that a replica has no micro-batch until it is tried again. After each trial that was undone,
+twice as many: a replica that stays slow costs an ever smaller share of the time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +100,8 @@ class Move:
     gain: float
     """Predicted step time now over then."""
     reason: str
+    is_trial: bool = False
+    """Made to measure a replica, not to gain: its outcome should be looked at soon."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +134,14 @@ def decide(now: Situation, history: Sequence[PastMove], cost: MoveCost, config: 
         return _revert(history[-1])
     if history and (ago := now.step - history[-1].before.step) < config.interval:
         return Keep(reason=f"moved {counted(ago, 'step')} ago")
+    decision = _best_move(now, history, cost, config, fixed_shares)
+    if isinstance(decision, Keep) and not fixed_shares:
+        return _trial(now, history, config) or decision
+    return decision
+
+
+def _best_move(now: Situation, history: Sequence[PastMove], cost: MoveCost, config: RebalanceConfig,
+               fixed_shares: bool) -> Keep | Move:
     steps = min(config.horizon, now.steps_left)
 
     def benefit_s(split: Split) -> float:
@@ -144,6 +160,21 @@ def decide(now: Situation, history: Sequence[PastMove], cost: MoveCost, config: 
     if against is not None:
         return Keep(reason=f"{_describe(now, best)}; not done: {against}")
     return Move(split=best, gain=_gain(now, best), reason=_describe(now, best))
+
+
+def _trial(now: Situation, history: Sequence[PastMove], config: RebalanceConfig) -> Move | None:
+    """One micro-batch for a replica that lost its last one long ago."""
+    shares = now.workload.shares
+    for replica in (replica for replica, share in enumerate(shares) if share == 0):
+        lost = [past.before.step for past in history
+                if past.before.workload.shares[replica] > past.decision.split.shares[replica] == 0]
+        if lost and min(now.step - lost[-1], now.steps_left) >= TRIAL_INTERVALS * config.interval * 2**(len(lost) - 1):
+            giver = shares.index(max(shares))
+            given = (share + (i == replica) - (i == giver) for i, share in enumerate(shares))
+            split = Split(stages=now.stages, shares=tuple(given))
+            return Move(split=split, gain=_gain(now, split), is_trial=True, reason=f"{_describe(now, split)}; a trial: "
+                        f"replica {replica} had none for {counted(now.step - lost[-1], 'step')} and may be faster by now")
+    return None
 
 
 def _candidates(now: Situation, fixed_shares: bool) -> Iterator[Split]:

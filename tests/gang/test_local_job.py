@@ -62,7 +62,7 @@ def test_a_job_runs_to_its_end(tmp_path: Path) -> None:
     code, text = run(config)
     assert code == 0
     assert [line["step"] for line in lines(config, "metrics.jsonl")] == list(range(1, 13))
-    assert len(lines(config, "metrics.jsonl")[0]["stages"]) == 2  # type: ignore[arg-type]
+    assert len(lines(config, "metrics.jsonl")[0]["pipeline_ranks"]) == 2  # type: ignore[arg-type]
     events = [(e["event"], e["step"]) for e in lines(config, "events.jsonl")]
     assert [event for event in events if event[0] != "validation"] == [
         ("started", 0), ("checkpoint", 4), ("checkpoint", 8), ("checkpoint", 12)]
@@ -71,7 +71,7 @@ def test_a_job_runs_to_its_end(tmp_path: Path) -> None:
     assert steps(str(directory)) == [8, 12]
     assert {path.name for path in directory.iterdir()} == {"config.yaml", "plan.json", "metrics.jsonl", "events.jsonl",
                                                           "logs", "checkpoints"}
-    assert "rank 3 stage 1 INFO" in (directory / "logs" / "rank-0003.log").read_text()
+    assert "rank 3 pipeline 1 INFO" in (directory / "logs" / "rank-0003.log").read_text()
     for words in ("mesh ", "step 12/12", "validation loss  2.0000", "bigram entropy", "/checkpoints/step-12", "logs/"):
         assert words in text
 

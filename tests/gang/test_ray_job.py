@@ -88,10 +88,10 @@ def test_eight_ranks_run_on_two_cpus(cluster: str, tmp_path: Path) -> None:
     with after_first_step(config, lambda: seen.extend(actors())):
         code, text = run(config)
     assert code == 0 and "finished: 100 steps" in text
-    assert sorted(seen) == ["raytrain3d/job", *(f"raytrain3d/job/rank-{rank:04d} stage {rank // 2 % 2}"
+    assert sorted(seen) == ["raytrain3d/job", *(f"raytrain3d/job/rank-{rank:04d} pipeline {rank // 2 % 2}"
                                                 for rank in range(8))]
     assert steps(f"{config.run.directory}/job") == [50, 100]
-    assert "rank 7 stage 1 INFO" in (tmp_path / "runs" / "job" / "logs" / "rank-0007.log").read_text()
+    assert "rank 7 pipeline 1 INFO" in (tmp_path / "runs" / "job" / "logs" / "rank-0007.log").read_text()
 
 
 def test_a_killed_rank_ends_the_job_with_its_name(cluster: str, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_killed_rank_ends_the_job_with_its_name(cluster: str, tmp_path: Path) 
 
     def kill() -> None:
         killed.append(time.monotonic())
-        os.kill(actors()["raytrain3d/job/rank-0003 stage 1"], signal.SIGKILL)
+        os.kill(actors()["raytrain3d/job/rank-0003 pipeline 1"], signal.SIGKILL)
 
     with after_first_step(config, kill), pytest.raises(RankFailed) as caught:
         run(config)

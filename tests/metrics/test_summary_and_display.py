@@ -9,7 +9,7 @@ import pytest
 from raytrain3d.metrics.logs import PACKAGE, close_log, log_to_file
 from raytrain3d.metrics.progress import LiveProgress, PlainProgress, TimeLeft, duration, make_progress
 from raytrain3d.metrics.records import Records
-from raytrain3d.metrics.summary import StepSummary, summarize
+from raytrain3d.metrics.summary import RebalanceSummary, StepSummary, summarize
 from raytrain3d.plan.mesh import Mesh
 from raytrain3d.train.report import StepReport
 
@@ -24,13 +24,21 @@ def summary(step: int = 1, loss: float = 3.0) -> StepSummary:
     return summarize([report(0, step=step, loss=loss)], Mesh())
 
 
-def test_ranks_are_merged_by_stage_and_layer() -> None:
+def test_ranks_are_merged_by_pipeline_rank_and_layer() -> None:
     merged = summarize([report(0), report(1, compute=0.5), report(2, seconds=4.0), report(3)], Mesh(data=2, pipeline=2))
     assert merged.seconds == 4.0 and merged.tokens_per_s == 25
-    assert [stage.compute_s for stage in merged.stages] == [1.0, 0.75]
-    assert [stage.idle_share for stage in merged.stages] == pytest.approx([(0.5 + 0.75) / 2, (0.75 + 0.5) / 2])
+    assert [each.compute_s for each in merged.pipeline_ranks] == [1.0, 0.75]
+    assert [each.idle_share for each in merged.pipeline_ranks] == pytest.approx([(0.5 + 0.75) / 2, (0.75 + 0.5) / 2])
     assert merged.idle_share == pytest.approx(0.625)
     assert merged.layer_forward_s == {0: 1.5, 1: 2.5}
+
+
+def test_a_line_of_metrics_tells_how_even_the_work_is_and_what_was_moved() -> None:
+    moved = RebalanceSummary(decisions=3, moves=1, layers=2, bytes=2**20, seconds=0.5, predicted_gain=1.3, achieved_gain=1.25)
+    record = summarize([report(0, compute=1.5), report(1, compute=0.5)], Mesh(pipeline=2), moved).to_record()
+    assert record["imbalance"] == 1.5
+    assert record["rebalance"] == {"decisions": 3, "moves": 1, "layers": 2, "bytes": 2**20, "seconds": 0.5,
+                                   "predicted_gain": 1.3, "achieved_gain": 1.25}
 
 
 def test_numbers_that_json_does_not_know_become_null() -> None:
@@ -65,8 +73,8 @@ def test_plain_lines_come_once_a_second_and_at_the_end() -> None:
         progress.step(summary(step))
     progress.say("checkpoint d")
     first, last, event = output.getvalue().splitlines()
-    for words in ("step 1/100", "loss 3.0000", "tokens/s 50", "learning rate 0.1", "gradient norm 1.500",
-                  "s/step 2.000", "idle 50%", "left 3:18"):
+    for words in ("step 1/100", "loss 3.0000", "tokens/s 50", "lr 0.1", "gradient norm 1.500",
+                  "s/step 2.000", "idle 50%", "imbalance 1.00", "left 3:18"):
         assert words in first
     assert last.startswith("step 100/100") and event == "checkpoint d"
 
@@ -82,7 +90,7 @@ def test_the_live_display_shows_every_figure() -> None:
     progress.step(summary(4))
     progress.say("validation [loss] 2.5")
     progress.close()
-    for words in ("tokens/s", "gradient norm", "4/10", "3.0000", "left", "validation [loss] 2.5"):
+    for words in ("tokens/s", "gradient norm", "imbalance", "4/10", "3.0000", "left", "validation [loss] 2.5"):
         assert words in output.getvalue()
 
 
@@ -98,7 +106,7 @@ def test_durations() -> None:
     assert [duration(s) for s in (0.4, 59.6, 3723)] == ["0:00", "1:00", "1:02:03"]
 
 
-def test_log_lines_carry_rank_and_stage(tmp_path: Path) -> None:
+def test_log_lines_carry_rank_and_pipeline_rank(tmp_path: Path) -> None:
     handler = log_to_file(tmp_path / "logs", 12, 3, "info")
     try:
         PACKAGE.getChild("gang").info("joined")
@@ -106,4 +114,4 @@ def test_log_lines_carry_rank_and_stage(tmp_path: Path) -> None:
     finally:
         close_log(handler)
     assert (tmp_path / "logs" / "rank-0012.log").read_text().rstrip().endswith(
-        "rank 12 stage 3 INFO raytrain3d.gang: joined")
+        "rank 12 pipeline 3 INFO raytrain3d.gang: joined")

@@ -323,3 +323,58 @@ def test_a_slow_replica_in_a_running_job() -> None:
     assert running.workload.shares == pytest.approx((19, 13), abs=1)
     assert running.stages == split(5, 5)
     assert step_time(TWO_REPLICAS, running.stages) / step_time(running.workload, running.stages) > 1.15
+
+
+def lame(factor: float, last: int) -> Slowdowns:
+    """Replica 1 is slow up to step `last`."""
+    return lambda step: ((1.0, 1.0), (factor, factor) if step <= last else (1.0, 1.0))
+
+
+def run_with_shares(running: Job, steps: int) -> list[int]:
+    """Micro-batches of replica 1 in each step."""
+    seen = []
+    for _ in range(steps):
+        running.run(1)
+        seen.append(running.workload.shares[1])
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_replica_that_lost_its_micro_batches_gets_them_back_when_it_is_fast_again(seed: int) -> None:
+    """Tried every 80 steps at first (8 intervals of 10), then after 160, and at once taken back while it is slow."""
+    running = job(model(2, 8, 0.01, (4, 4)), split(5, 5), seed, 0.05, lame(20.0, 300))
+    seen = run_with_shares(running, 700)
+    lost = seen.index(0)
+    assert lost <= 20
+    trials = [step for step in range(lost, 300) if seen[step] and not seen[step - 1]]
+    assert len(trials) == 2 and trials[0] - lost >= 80 and trials[1] - trials[0] >= 160
+    assert all(seen[step] == 1 and not seen[step + 5] for step in trials), "taken back at the next decision"
+    assert running.workload.shares == pytest.approx((4, 4), abs=1)
+
+
+def without_share(**changes: object) -> tuple[Situation, PastMove]:
+    """Replica 1, 20 times as slow, has had no micro-batch since step 20."""
+    now = situation(model(2, 8, 0.01, (8, 0), slowdowns=((1.0, 1.0), (20.0, 20.0))), split(5, 5), **changes)
+    before = replace(now, step=20, workload=replace(now.workload, shares=(7, 1)))
+    return now, PastMove(before=before, decision=Move(split=now.split, gain=2.0, reason=""), after_s=now.step_s)
+
+
+def test_a_trial_says_what_it_is() -> None:
+    now, past = without_share(step=100)
+    decision = decide(now, (past,), FREE, CONFIG)
+    assert isinstance(decision, Move) and decision.is_trial
+    assert decision.split == Split(stages=now.stages, shares=(7, 1))
+    assert decision.gain < 1
+    assert decision.reason.endswith("a trial: replica 1 had none for 80 steps and may be faster by now")
+
+
+@pytest.mark.parametrize(("changes", "fixed"), [({"step": 99}, False), ({"step": 100}, True),
+                                                ({"step": 100, "steps_left": 79}, False)])
+def test_no_trial_too_early_or_too_late_or_where_shares_are_fixed(changes: dict[str, int], fixed: bool) -> None:
+    now, past = without_share(**changes)
+    assert isinstance(decide(now, (past,), FREE, CONFIG, fixed_shares=fixed), Keep)
+
+
+def test_a_replica_that_never_had_a_micro_batch_is_not_tried() -> None:
+    now, _ = without_share(step=1000)
+    assert isinstance(decide(now, (), FREE, CONFIG), Keep)
