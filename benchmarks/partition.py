@@ -22,11 +22,10 @@ import time
 
 from raytrain3d.config import DataConfig, JobConfig, MeshConfig, ModelConfig, RunConfig, TrainConfig
 from raytrain3d.plan.balance import best_stages
-from raytrain3d.plan.cost import LayerCost, layer_costs
-from raytrain3d.plan.params import model_spec
-from raytrain3d.plan.partition import Stages
-from raytrain3d.plan.splits import pipedream, torchtitan, uniform
-from raytrain3d.plan.workload import Workload, step_time
+from raytrain3d.plan.cost import LayerCost
+from raytrain3d.plan.plan import make_plan
+from raytrain3d.plan.splits import NamedSplit
+from raytrain3d.plan.workload import Workload
 
 MODELS = {
     "Llama-3.1-8B": ModelConfig(vocabulary=128256, hidden=4096, blocks=32, heads=32, kv_heads=8, feed_forward=14336),
@@ -41,32 +40,16 @@ MODELS = {
 SEQUENCE = 4096
 
 
-def workload_of(model: ModelConfig, pipeline: int) -> Workload:
-    """A step of 4 micro-batches for each stage. Costs are FLOPs."""
-    job = JobConfig(run=RunConfig(name="benchmark"), data=DataConfig(path="unused"), model=model,
-                    mesh=MeshConfig(pipeline=pipeline),
-                    train=TrainConfig(steps=1, global_batch=4 * pipeline, sequence=SEQUENCE))
-    return Workload(schedule="1f1b", num_ranks=pipeline, shares=(job.train.num_micro_batches,),
-                    costs=layer_costs(job, model_spec(model, job.train, 1)), slowdowns=((1.0,) * pipeline,))
+def splits_of(model: ModelConfig, pipeline: int) -> tuple[NamedSplit, ...]:
+    """As `raytrain3d plan` compares them, for 4 micro-batches of each stage."""
+    return make_plan(JobConfig(run=RunConfig(name="benchmark"), data=DataConfig(path="unused"), model=model,
+                               mesh=MeshConfig(pipeline=pipeline),
+                               train=TrainConfig(steps=1, global_batch=4 * pipeline, sequence=SEQUENCE))).splits
 
 
-def splits_of(workload: Workload) -> dict[str, Stages]:
-    """By name."""
-    layers, stages = workload.num_layers, workload.num_stages
-    return {"uniform": uniform(layers, stages), "torchtitan": torchtitan(layers, stages),
-            "pipedream": pipedream(workload.costs, stages), "best": best_stages(workload)}
-
-
-def gains_of(workload: Workload, splits: dict[str, Stages]) -> dict[str, float]:
-    """By name of the split: step time of `uniform` over its own."""
-    times = {name: step_time(workload, stages) for name, stages in splits.items()}
-    return {name: times["uniform"] / seconds for name, seconds in times.items()}
-
-
-def show(name: str, splits: dict[str, Stages], gains: dict[str, float]) -> None:
-    for split, stages in splits.items():
-        counts = ",".join(str(end - first) for first, end in stages)
-        print(f"{name if split == 'uniform' else '':14s} {split:11s} {gains[split]:5.3f}  {counts}")
+def show(name: str, splits: tuple[NamedSplit, ...]) -> None:
+    for i, split in enumerate(splits):
+        print(f"{'' if i else name:14s} {split.name:11s} {split.gain:5.3f}  {','.join(map(str, split.layers))}")
 
 
 def search_s() -> float:
@@ -87,11 +70,9 @@ def main() -> None:
     figures = {}
     print(f"{'model':14s} {'split':11s} {'gain':5s}  layers of each of {pipeline} stages")
     for name, model in MODELS.items():
-        workload = workload_of(model, pipeline)
-        splits = splits_of(workload)
-        gains = gains_of(workload, splits)
-        show(name, splits, gains)
-        figures[f"gain_{name.lower().replace('-', '_').replace('.', '_')}"] = round(gains["best"], 3)
+        splits = splits_of(model, pipeline)
+        show(name, splits)
+        figures[f"gain_{name.lower().replace('-', '_').replace('.', '_')}"] = round(splits[-1].gain, 3)
     print(json.dumps(figures | {"search_128_on_64_s": round(search_s(), 2)}))
 
 

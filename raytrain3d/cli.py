@@ -239,9 +239,10 @@ def _job(arguments: argparse.Namespace) -> "JobConfig":
 
 
 def _plan(config: "JobConfig") -> "Plan":
+    from raytrain3d.metrics.records import measured_costs
     from raytrain3d.plan.plan import make_plan
 
-    return make_plan(config, device="gpu" if config.placement.device == "gpu" else "cpu")
+    return make_plan(config, device="gpu" if config.placement.device == "gpu" else "cpu", measured=measured_costs(config))
 
 
 def _ready_job(arguments: argparse.Namespace) -> "JobConfig":

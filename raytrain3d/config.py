@@ -194,9 +194,11 @@ class PipelineConfig:
     chunks: int | None = None
     """Stages of each pipeline rank. Default: 2 with `interleaved`, `breadth_first` and `zb_v`, else 1. Only `interleaved`
     and `breadth_first` take other numbers; `auto` chooses among schedules of this number if it is given."""
-    partition: Literal["flops", "parameters", "uniform"] = "flops"
-    """How layers are split over stages: least load of the fullest pipeline rank by FLOPs, by parameters, or equal
-    counts."""
+    partition: Literal["flops", "measured", "parameters", "pipedream", "uniform"] = "flops"
+    """How layers are split over stages. `flops`: least simulated step time by FLOPs, within placement.memory_per_rank_gib.
+    `measured`: the same by the seconds of each layer in the last steps that the run directory has on record, or by FLOPs
+    while there are none. `parameters`: even parameters. `pipedream`: least FLOPs of the slowest stage
+    (https://arxiv.org/abs/1806.03377). `uniform`: even numbers of blocks, embedding and head on top of them."""
     layers: tuple[int, ...] | None = None
     """Layers of each stage, embedding and head counted, instead of `partition`. One count for each of mesh.pipeline x
     chunks stages, in the order in which a sample passes them. Must add up to blocks + 2."""

@@ -12,9 +12,8 @@ from dataclasses import replace
 from raytrain3d.config import JobConfig
 from raytrain3d.plan.cost import layer_costs
 from raytrain3d.plan.measured import Estimate, Measured, RankTimes
-from raytrain3d.plan.memory import layer_state_memory, rank_memory
+from raytrain3d.plan.memory import layer_state_memory, missing_memory
 from raytrain3d.plan.params import model_spec
-from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.plan import Plan
 from raytrain3d.plan.program import programs_for
 from raytrain3d.plan.rebalance import Keep, Move, MoveCost, PastMove, Revert, Situation, decide
@@ -93,24 +92,12 @@ class Advisor:
             self._history[-1] = replace(self._history[-1], after_s=estimate.step_s)
 
     def _situation(self, step: int, plan: Plan, estimate: Estimate) -> Situation:
+        programs = programs_for(plan.schedule, plan.mesh.pipeline, max(plan.shares), plan.chunks)
         workload = Workload(schedule=plan.schedule, num_ranks=plan.mesh.pipeline, chunks=plan.chunks, shares=plan.shares,
                             costs=estimate.costs, slowdowns=estimate.slowdowns,
-                            excess=self._excess if self._config.placement.memory_per_rank_gib is not None else None)
+                            excess=missing_memory(self._config, self._spec, programs))
         return Situation(step=step, steps_left=self._config.train.steps - step, stages=plan.stages, workload=workload,
                          step_s=estimate.step_s, noise=estimate.noise)
 
     def _shares_are_fixed(self, plan: Plan) -> bool:
         return self._config.train.deterministic or plan.mesh.data == 1
-
-    def _excess(self, stages: Stages) -> float:
-        """Bytes that pipeline ranks lack under a split."""
-        assert self._considered is not None
-        limit = (self._config.placement.memory_per_rank_gib or 0.0) * 2**30
-        workload = self._considered.workload
-        programs = programs_for(workload.schedule, workload.num_ranks, max(workload.shares), workload.chunks)
-
-        def needed(rank: int) -> int:
-            own = {stage: range(*layers) for stage, layers in enumerate(stages) if workload.placement[stage] == rank}
-            return rank_memory(self._config, self._spec, own, programs.ops[rank]).total
-
-        return sum(max(0.0, needed(rank) - limit) for rank in range(workload.num_ranks))

@@ -18,7 +18,7 @@ from raytrain3d.metrics.summary import RebalanceSummary
 from raytrain3d.plan.measured import RECENT, Estimate
 from raytrain3d.plan.mesh import Coordinate
 from raytrain3d.plan.moves import Shift, after, moves
-from raytrain3d.plan.partition import Stages, split_by_counts
+from raytrain3d.plan.partition import Stages, counts_of, counts_text, split_by_counts
 from raytrain3d.plan.plan import Plan
 from raytrain3d.plan.rebalance import Keep, Move, Revert
 from raytrain3d.plan.table import counted
@@ -163,7 +163,7 @@ class Rebalancer:
         self.summary = replace(self.summary, moves=before.moves + 1, seconds=before.seconds + seconds)
         self._journal.event(
             "rebalance", step, f"{reason}; {counted(len(shifts), 'shift')}, {num_bytes / 2**20:.1f} MiB in {seconds:.2f} s",
-            reason=reason, before=[end - first for first, end in old], stages=[end - first for first, end in stages],
+            reason=reason, before=list(counts_of(old)), stages=list(counts_of(stages)),
             shares=list(shares), shifts=len(shifts), bytes=num_bytes, seconds=seconds)
 
     def _shift(self, shift: Shift) -> None:
@@ -179,17 +179,12 @@ class Rebalancer:
         self._fleet.adopt(plan.stages, plan.shares)
 
 
-def counts_of(stages: Stages) -> str:
-    """`5,5,4,2`."""
-    return ",".join(str(end - first) for first, end in stages)
-
-
 def parse_counts(text: str, plan: Plan) -> Stages:
     """Stages from `5,5,4,2`. PlanError saying what is wrong with them."""
     words = text.split(",")
     if not all(word.strip().isdigit() for word in words):
-        raise PlanError(f"{text!r} are no numbers of layers: write one for each stage, such as {counts_of(plan.stages)}")
+        raise PlanError(f"{text!r} are no numbers of layers: write one for each stage, such as {counts_text(plan.stages)}")
     if len(words) != len(plan.stages):
         raise PlanError(f"{len(words)} numbers for {len(plan.stages)} stages: write one for each, such as "
-                        f"{counts_of(plan.stages)}")
+                        f"{counts_text(plan.stages)}")
     return split_by_counts([int(word) for word in words], plan.num_layers)

@@ -21,7 +21,7 @@ from raytrain3d.gang.stop import StopFlag, StopRequested
 from raytrain3d.gang.worker import RankSettings, TrainerFactory, make_trainer
 from raytrain3d.metrics.journal import Journal
 from raytrain3d.metrics.progress import Progress, make_progress
-from raytrain3d.metrics.records import Records
+from raytrain3d.metrics.records import Records, measured_costs
 from raytrain3d.parallel.groups import serve_store
 from raytrain3d.plan.plan import Plan, make_plan
 
@@ -77,7 +77,7 @@ class _Run:
     trainer: TrainerFactory
 
     def make_plan(self) -> Plan:
-        return make_plan(self.config, device=_device(self.config, self.launcher))
+        return make_plan(self.config, device=_device(self.config, self.launcher), measured=measured_costs(self.config))
 
     def resumed_plan(self, directory: RunDirectory) -> Plan:
         """The plan, with the stages that an earlier run of the directory has come to, where layers may move at all."""
@@ -86,7 +86,7 @@ class _Run:
         if kept is None:
             return plan
         as_kept = replace(pipeline, chunks=plan.chunks, layers=kept)
-        return make_plan(replace(self.config, pipeline=as_kept), device=plan.device)
+        return replace(make_plan(replace(self.config, pipeline=as_kept), device=plan.device), split_by="an earlier run")
 
     def check_nodes(self, nodes: set[str]) -> None:
         check_shared(self.given_directory, nodes)

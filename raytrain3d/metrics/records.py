@@ -2,11 +2,19 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from raytrain3d.config import JobConfig
 from raytrain3d.metrics.summary import StepSummary
+from raytrain3d.plan.cost import LayerCost, layer_costs
+from raytrain3d.plan.measured import WINDOW
+from raytrain3d.plan.params import model_spec
+from raytrain3d.plan.separate import median_cost
+
+METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 
 
 class Records:
@@ -14,9 +22,9 @@ class Records:
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._metrics_path = directory / "metrics.jsonl"
+        self._metrics_path = directory / METRICS
         self._metrics = self._metrics_path.open("a", buffering=1)
-        self._events = (directory / "events.jsonl").open("a", buffering=1)
+        self._events = (directory / EVENTS).open("a", buffering=1)
 
     def rewind(self, step: int) -> None:
         """The run goes on after `step`: lines of later steps, which a resumed run does again, are dropped."""
@@ -48,3 +56,39 @@ def _step_of(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")
+
+
+def measured_costs(config: JobConfig) -> tuple[LayerCost, ...] | None:
+    """For pipeline.partition `measured`: seconds of a step by layer, medians of the last steps that earlier runs of this
+    directory have recorded. None when there are none, or another partition is asked for.
+
+    A backward that was measured whole is divided as FLOPs are.
+    """
+    path = Path(config.run.directory) / config.run.name / METRICS
+    if config.pipeline.partition != "measured" or not path.is_file():
+        return None
+    with path.open() as file:
+        steps = [costs for line in deque(file, maxlen=WINDOW) for costs in _costs(line)]
+    flops = layer_costs(config, model_spec(config.model, config.train, config.mesh.tensor))
+    seen = [[step[layer] for step in steps if layer in step] for layer in range(len(flops))]
+    if not all(seen):
+        return None
+    return tuple(_divided(median_cost(costs), usual) for costs, usual in zip(seen, flops, strict=True))
+
+
+def _costs(line: str) -> Iterator[dict[int, LayerCost]]:
+    """Of a step by layer; nothing from a line that is not whole."""
+    try:
+        record = json.loads(line)
+        forward, backward, weight = (record[f"layer_{kind}_s"] for kind in ("forward", "backward", "weight"))
+        yield {int(layer): LayerCost(forward=seconds, backward_input=backward.get(layer, 0.0),
+                                     backward_weight=weight.get(layer, 0.0)) for layer, seconds in forward.items()}
+    except (ValueError, KeyError, TypeError):
+        return
+
+
+def _divided(cost: LayerCost, usual: LayerCost) -> LayerCost:
+    if cost.backward_weight or not usual.backward_weight:
+        return cost
+    share = usual.backward_weight / usual.backward
+    return LayerCost(forward=cost.forward, backward_input=(1 - share) * cost.backward, backward_weight=share * cost.backward)

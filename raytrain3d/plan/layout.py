@@ -7,18 +7,21 @@ from typing import Literal
 from raytrain3d.config import JobConfig
 from raytrain3d.errors import PlanError
 from raytrain3d.plan.cost import NO_COST, LayerCost, layer_costs, op_cost, stage_cost
-from raytrain3d.plan.memory import Memory, local_parameters, rank_memory
+from raytrain3d.plan.memory import Memory, local_parameters, missing_memory, rank_memory
 from raytrain3d.plan.params import ModelSpec
-from raytrain3d.plan.partition import Stages, partition
+from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.program import Programs, programs_for
 from raytrain3d.plan.simulate import Timeline, simulate
+from raytrain3d.plan.splits import partition
 from raytrain3d.plan.table import schedule_name, size
+from raytrain3d.plan.workload import Workload
 
 Name = Literal["1f1b", "gpipe", "zb_h1", "interleaved", "breadth_first", "zb_v"]
 SCHEDULE_CHUNKS: tuple[tuple[Name, tuple[int, ...]], ...] = (
     ("1f1b", (1,)), ("gpipe", (1,)), ("zb_h1", (1,)), ("interleaved", (2, 3, 4)), ("breadth_first", (2,)), ("zb_v", (2,)))
 """What `auto` tries, simple ones first: schedule and its numbers of chunks."""
 ANY_CHUNKS = ("interleaved", "breadth_first")
+Costs = tuple[LayerCost, ...]
 TIE = 1e-3
 """Step times closer than this are equal: what is not simulated (messages, cost of an op's start) is more."""
 
@@ -60,6 +63,8 @@ class Layout:
 
     schedule: str
     chunks: int
+    workload: Workload
+    """What the split was made for."""
     stages: Stages
     costs: tuple[LayerCost, ...]
     """FLOPs of one micro-batch by stage, on one rank."""
@@ -79,13 +84,17 @@ class Layout:
         return self.estimates[self.fullest].memory.total
 
 
-def lay_out(config: JobConfig, spec: ModelSpec, num_micro_batches: int) -> Layout:
-    """The pipeline of a replica with `num_micro_batches`. The schedule must not be `auto`."""
+def lay_out(config: JobConfig, spec: ModelSpec, num_micro_batches: int, measured: Costs | None = None) -> Layout:
+    """The pipeline of a replica with `num_micro_batches`. The schedule must not be `auto`. measured: costs by layer, instead
+    of FLOPs to split by."""
     schedule, chunks = config.pipeline.schedule, config.pipeline.num_chunks
     programs = programs_for(schedule, config.mesh.pipeline, num_micro_batches, chunks)
-    stages = partition(config, spec, programs.schedule.placement)
+    workload = Workload(schedule=schedule, num_ranks=config.mesh.pipeline, chunks=chunks, shares=(num_micro_batches,),
+                        costs=measured or layer_costs(config, spec), slowdowns=((1.0,) * config.mesh.pipeline,),
+                        excess=missing_memory(config, spec, programs))
+    stages = partition(config, spec, workload)
     costs = rank_costs(config, spec, stages)
-    return Layout(schedule=schedule, chunks=chunks, stages=stages, costs=costs, programs=programs,
+    return Layout(schedule=schedule, chunks=chunks, workload=workload, stages=stages, costs=costs, programs=programs,
                   timeline=(timeline := simulate(programs, lambda op: op_cost(op, costs))),
                   estimates=_estimates(config, spec, stages, costs, programs, timeline))
 
@@ -112,12 +121,13 @@ def _estimates(config: JobConfig, spec: ModelSpec, stages: Stages, costs: tuple[
     return tuple(map(estimate, range(config.mesh.pipeline)))
 
 
-def choose(config: JobConfig, spec: ModelSpec, num_micro_batches: int) -> tuple[Layout, tuple[Candidate, ...]]:
+def choose(config: JobConfig, spec: ModelSpec, num_micro_batches: int,
+           measured: Costs | None = None) -> tuple[Layout, tuple[Candidate, ...]]:
     """The layout of a replica, and what `auto` chose it from, fastest first (nothing if the schedule was given).
 
     PlanError if none keeps to placement.memory_per_rank_gib.
     """
-    layouts = [lay_out(job, spec, num_micro_batches) for job in _resolved(config)]
+    layouts = [lay_out(job, spec, num_micro_batches, measured) for job in _resolved(config)]
     limit = config.placement.memory_per_rank_gib
     fitting = [layout for layout in layouts if limit is None or layout.memory <= limit * 2**30]
     if not fitting:

@@ -10,12 +10,14 @@ communication buffers, temporaries of a running op, fragmentation.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 
 from raytrain3d.config import JobConfig, ModelConfig
 from raytrain3d.plan.params import LayerSpec, ModelSpec, flat_layout
+from raytrain3d.plan.partition import Stages
+from raytrain3d.plan.program import Programs
 from raytrain3d.plan.schedule import Kind, Op
 from raytrain3d.plan.simulate import held_at_peak
 
@@ -159,3 +161,19 @@ def rank_memory(config: JobConfig, spec: ModelSpec, stages: Mapping[int, range],
     """Everything on a rank that holds `stages` (stage -> its layers) and runs `ops`."""
     held = spec.states_of(i for layers in stages.values() for i in layers)
     return sum((layer_state_memory(state, config) for state in held), activation_memory(config, spec, stages, ops))
+
+
+def missing_memory(config: JobConfig, spec: ModelSpec, programs: Programs) -> Callable[[Stages], float] | None:
+    """By split: bytes that pipeline ranks lack under placement.memory_per_rank_gib, over all ranks; 0: it fits. None: there
+    is no limit."""
+    limit, rank_of = config.placement.memory_per_rank_gib, programs.schedule.rank_of
+    if limit is None:
+        return None
+
+    def missing(stages: Stages) -> float:
+        own = [{stage: range(*layers) for stage, layers in enumerate(stages) if rank_of(stage) == rank}
+               for rank in range(programs.schedule.num_ranks)]
+        needed = [rank_memory(config, spec, held, ops).total for held, ops in zip(own, programs.ops, strict=True)]
+        return sum(max(0.0, each - limit * 2**30) for each in needed)
+
+    return missing

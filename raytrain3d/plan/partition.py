@@ -1,19 +1,17 @@
 """Layers to stages: contiguous, every layer on exactly one stage, every stage with at least one layer.
 
-The slowest rank sets the pace of a pipeline. With a stage for each rank a split is chosen for the least cost of its slowest
-stage, exactly, by dynamic programme. Among those the most even one wins (least sum of squares), and what is still equal
-goes to the split with fewer layers on earlier stages, which hold the activations of more micro-batches. With several
-stages for each rank that split is where a search starts: single layers move as long as the ranks become more even.
+Here by weights alone; `balance.py` goes on to the least simulated step time. The slowest rank sets the pace of a pipeline.
+With a stage for each rank a split is chosen for the least cost of its slowest stage, exactly, by dynamic programme. Among
+those the most even one wins (least sum of squares), and what is still equal goes to the split with fewer layers on earlier
+stages, which hold the activations of more micro-batches. With several stages for each rank that split is where a search
+starts: single layers move as long as the ranks become more even.
 """
 
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 
-from raytrain3d.config import JobConfig
 from raytrain3d.errors import PlanError
-from raytrain3d.plan.cost import layer_costs
-from raytrain3d.plan.params import ModelSpec
 
 Stages = tuple[tuple[int, int], ...]
 """Stage -> (first layer, one past the last)."""
@@ -22,31 +20,21 @@ RESOLUTION = 2**40
 """Costs are compared as whole numbers of total / RESOLUTION, so that equal costs are equal whatever their rounding."""
 
 
-def partition(config: JobConfig, spec: ModelSpec, placement: Sequence[int]) -> Stages:
-    """Stages as `pipeline.layers` or else `pipeline.partition` wants them. placement: stage -> pipeline rank."""
-    num_layers = len(spec.layers)
-    if config.pipeline.layers is not None:
-        return split_by_counts(config.pipeline.layers, num_layers)
-    match config.pipeline.partition:
-        case "uniform":
-            return split_evenly(num_layers, len(placement))
-        case "parameters":
-            return split_over_ranks(_parameters(spec), placement)
-        case "flops":
-            return split_over_ranks([cost.total for cost in layer_costs(config, spec)], placement)
-
-
-def _parameters(spec: ModelSpec) -> list[int]:
-    """By layer; both ends hold a tied weight."""
-    tied = spec.tied.num_parameters if spec.tied is not None else 0
-    return [layer.num_parameters + (tied if layer.kind != "block" else 0) for layer in spec.layers]
-
-
 def split_by_counts(counts: Sequence[int], num_layers: int) -> Stages:
     """Stages with the given numbers of layers. PlanError unless they are at least 1 and add up to `num_layers`."""
     if min(counts, default=0) < 1 or sum(counts) != num_layers:
         raise PlanError(f"stages of {list(counts)} layers do not hold {num_layers} layers with at least one each")
     return tuple(pairwise(accumulate(counts, initial=0)))
+
+
+def counts_of(stages: Stages) -> tuple[int, ...]:
+    """Layers of each stage."""
+    return tuple(end - first for first, end in stages)
+
+
+def counts_text(stages: Stages) -> str:
+    """`5,5,4,2`."""
+    return ",".join(map(str, counts_of(stages)))
 
 
 def split_evenly(num_layers: int, num_stages: int) -> Stages:

@@ -10,13 +10,14 @@ from typing import Any
 
 from raytrain3d.config import JobConfig
 from raytrain3d.errors import PlanError
-from raytrain3d.plan.layout import Candidate, Layout, RankEstimate, choose
+from raytrain3d.plan.layout import Candidate, Costs, Layout, RankEstimate, choose
 from raytrain3d.plan.memory import Memory
 from raytrain3d.plan.mesh import Mesh
 from raytrain3d.plan.params import model_spec
 from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.placement import Bundle, tensor_group_bundle
 from raytrain3d.plan.simulate import idle_of_wall
+from raytrain3d.plan.splits import NamedSplit, compared
 from raytrain3d.plan.table import plan_table
 
 
@@ -33,6 +34,10 @@ class Plan:
     """Stage -> pipeline rank that holds it."""
     stages: Stages
     """Stage -> (first layer, one past the last)."""
+    split_by: str
+    """What decided about the stages: `pipeline.layers`, a name of pipeline.partition, or an earlier run."""
+    splits: tuple[NamedSplit, ...]
+    """Splits to compare with, the best one last."""
     shares: tuple[int, ...]
     """Micro-batches of each replica in a step; may be 0."""
     device: str
@@ -103,31 +108,42 @@ class Plan:
             estimates = tuple(RankEstimate(**{**e, "stages": tuple(e["stages"]), "memory": Memory(**e["memory"])})
                               for e in raw["estimates"])
             stages = tuple((int(first), int(end)) for first, end in raw["stages"])
+            splits = tuple(NamedSplit(**{**split, "layers": tuple(split["layers"])}) for split in raw["splits"])
             return Plan(**{**raw, "mesh": Mesh(**raw["mesh"]), "bundle": Bundle(**raw["bundle"]), "stages": stages,
-                           "placement": tuple(raw["placement"]), "shares": tuple(raw["shares"]),
+                           "splits": splits, "placement": tuple(raw["placement"]), "shares": tuple(raw["shares"]),
                            "estimates": estimates, "candidates": tuple(Candidate(**c) for c in raw["candidates"])})
         except (ValueError, TypeError, KeyError) as error:
             raise PlanError(f"not a plan: {type(error).__name__}: {error}") from error
 
 
-def make_plan(config: JobConfig, *, device: str = "cpu") -> Plan:
-    """Decide the layout of a job whose ranks run on `device` (`cpu` or `gpu`)."""
+def make_plan(config: JobConfig, *, device: str = "cpu", measured: Costs | None = None) -> Plan:
+    """Decide the layout of a job whose ranks run on `device` (`cpu` or `gpu`). measured: seconds by layer, for
+    pipeline.partition `measured`; absent: none are known yet."""
     if device not in ("cpu", "gpu"):
         raise PlanError(f"device is {device!r}: a plan is made for 'cpu' or 'gpu'")
     train = config.train
     mesh = Mesh(data=config.mesh.data, pipeline=config.mesh.pipeline, tensor=config.mesh.tensor)
     spec = model_spec(config.model, train, mesh.tensor)
     shares = split_micro_batches(train.num_micro_batches, mesh.data)
-    chosen, candidates = choose(config, spec, max(shares))
+    chosen, candidates = choose(config, spec, max(shares), measured)
     idle = _idle_share(chosen, shares)
     return Plan(
         mesh=mesh, schedule=chosen.schedule, chunks=chosen.chunks, placement=chosen.programs.schedule.placement,
-        stages=chosen.stages, shares=shares, device=device,
+        stages=chosen.stages, split_by=_split_by(config, measured), splits=compared(chosen.workload), shares=shares,
+        device=device,
         bundle=tensor_group_bundle(mesh, device=device, cpus_per_rank=config.placement.cpus_per_rank),
         micro_batch=train.micro_batch, sequence=train.sequence, dtype=train.dtype, sharding=train.sharding,
         recompute=train.recompute, num_parameters=spec.num_parameters, estimates=chosen.estimates,
         candidates=candidates, idle_share=idle, idle_of_ideal=idle / (1 - idle),
     )
+
+
+def _split_by(config: JobConfig, measured: Costs | None) -> str:
+    if config.pipeline.layers is not None:
+        return "pipeline.layers"
+    if config.pipeline.partition == "measured" and measured is None:
+        return "flops: this run directory has no measured step yet"
+    return config.pipeline.partition
 
 
 def split_micro_batches(num_micro_batches: int, data: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ A replica so slow that it got no micro-batch is not measured any more. So now an
 few longer steps where a wrong guess of its speed would cost many, and is undone like any move that made steps longer.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ from raytrain3d.errors import PlanError
 from raytrain3d.plan.balance import best_shares, best_stages
 from raytrain3d.plan.cost import stage_cost
 from raytrain3d.plan.moves import moves
-from raytrain3d.plan.partition import Stages
+from raytrain3d.plan.partition import Stages, counts_text
 from raytrain3d.plan.table import counted
 from raytrain3d.plan.workload import Workload, step_time
 
@@ -152,7 +152,7 @@ def _best_move(now: Situation, history: Sequence[PastMove], cost: MoveCost, conf
     except PlanError as error:  # by the estimate of memory not even the present split fits
         return Keep(reason=str(error))
     if not others:
-        return Keep(reason=f"stages {_counts(now.stages)} are best")
+        return Keep(reason=f"stages {counts_text(now.stages)} are best")
     best = max(others, key=benefit_s)
     against = _reason_against(now, history, best, config)
     if against is None and benefit_s(best) <= 0:
@@ -218,9 +218,9 @@ def _lost(now: Situation, last: PastMove) -> bool:
 
 
 def _revert(last: PastMove) -> Revert:
-    before = last.before.split
-    predicted = f"{last.before.step_s_of(last.decision.split):#.3g}"
-    return Revert(split=before, reason=f"undo the move after step {last.before.step}, to stages {_counts(before.stages)}: "
+    before, undone = last.before.split, last.decision.split
+    predicted = f"{last.before.step_s_of(undone):#.3g}"
+    return Revert(split=before, reason=f"undo the move after step {last.before.step}: {_changes(undone, before)}, since "
                   f"{last.before.step_s:#.3g} s a step became {last.after_s:#.3g} s, predicted {predicted} s")
 
 
@@ -246,16 +246,17 @@ def _gain(now: Situation, split: Split) -> float:
 def _describe(now: Situation, split: Split) -> str:
     """`move 6 layers: stages 4,4,4,6 -> 5,5,5,3: predicted 1.31x (0.812 -> 0.620 s a step)`."""
     layers = len({shift.layer for shift in moves(now.stages, split.stages)})
-    what = [f"move {counted(layers, 'layer')}: stages {_counts(now.stages)} -> {_counts(split.stages)}"] if layers else []
-    if split.shares != now.workload.shares:
-        what.append(f"micro-batches {_joined(now.workload.shares)} -> {_joined(split.shares)}")
+    what = (f"move {counted(layers, 'layer')}: " if layers else "") + _changes(now.split, split)
     times = f"{now.step_s:#.3g} -> {now.step_s_of(split):#.3g} s a step"
-    return f"{', '.join(what)}: predicted {_gain(now, split):.2f}x ({times})"
+    return f"{what}: predicted {_gain(now, split):.2f}x ({times})"
 
 
-def _counts(stages: Stages) -> str:
-    return _joined(end - first for first, end in stages)
+def _changes(old: Split, new: Split) -> str:
+    """`stages 4,4,4,6 -> 5,5,5,3, micro-batches 8,8 -> 9,7`."""
+    stages = [f"stages {counts_text(old.stages)} -> {counts_text(new.stages)}"] if old.stages != new.stages else []
+    shares = [f"micro-batches {_joined(old.shares)} -> {_joined(new.shares)}"] if old.shares != new.shares else []
+    return ", ".join(stages + shares)
 
 
-def _joined(numbers: Iterable[int]) -> str:
-    return ",".join(map(str, numbers))
+def _joined(shares: Sequence[int]) -> str:
+    return ",".join(map(str, shares))

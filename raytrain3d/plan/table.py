@@ -9,6 +9,9 @@ from raytrain3d.plan.memory import Memory
 if TYPE_CHECKING:
     from raytrain3d.plan.plan import Plan
 
+SHOWN_STAGES = 16
+"""Of more stages no row of counts is shown."""
+
 
 def plan_table(plan: "Plan") -> str:
     """Summary lines, then one row for each pipeline rank."""
@@ -41,6 +44,7 @@ def _summary(plan: "Plan") -> list[tuple[str, str]]:
         ("", f"{micro_batches}, {per_replica} a replica"),
         ("schedule", f"{'auto: ' if plan.candidates else ''}{_schedule(plan)}"),
         *(("", text) for text in _others(plan)),
+        *(("" if i else "split", text) for i, text in enumerate(_split(plan))),
         ("idle", f"{plan.idle_share:.1%} of wall time ({plan.idle_of_ideal:.1%} of ideal time), predicted"),
     ]
 
@@ -61,6 +65,16 @@ def _others(plan: "Plan") -> Iterator[str]:
                                   for each in runners_up)
     if large := [each for each in others if not each.fits]:
         yield "too large: " + ", ".join(f"{schedule_name(each.schedule, each.chunks)} {size(each.memory)}" for each in large)
+
+
+def _split(plan: "Plan") -> Iterator[str]:
+    """What decided, and what the best split would gain over others."""
+    yield f"by {plan.split_by}"
+    *others, best = plan.splits
+    if len(plan.stages) > 1:
+        counts = f" {','.join(map(str, best.layers))}" if len(best.layers) <= SHOWN_STAGES else ""
+        gains = [f"{best.gain / each.gain:.3f}x the speed of {each.name}" for each in others]
+        yield f"best{counts}: {', '.join(gains)}"
 
 
 def schedule_name(schedule: str, chunks: int) -> str:

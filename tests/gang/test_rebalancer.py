@@ -10,9 +10,9 @@ from raytrain3d.config import (DataConfig, JobConfig, MeshConfig, ModelConfig, P
                                TrainConfig)
 from raytrain3d.errors import PlanError
 from raytrain3d.gang.fleet import FleetFailed
-from raytrain3d.gang.rebalancer import Rebalancer, counts_of, parse_counts
+from raytrain3d.gang.rebalancer import Rebalancer, parse_counts
 from raytrain3d.metrics.summary import RebalanceSummary
-from raytrain3d.plan.partition import Stages
+from raytrain3d.plan.partition import Stages, counts_text
 from raytrain3d.plan.plan import Plan, make_plan
 from raytrain3d.train.report import StepReport
 
@@ -55,7 +55,7 @@ class FakeFleet:
             layers = {layer for stage, (first, end) in enumerate(stages) for layer in range(first, end)
                       if self.placement[stage] == rank}
             assert layers <= self.held[rank], "a rank is told to compute what it does not hold"
-        self._request(f"adopt {counts_of(stages)}")
+        self._request(f"adopt {counts_text(stages)}")
         for rank in self.held:
             self.held[rank] = {layer for stage, (first, end) in enumerate(stages) for layer in range(first, end)
                                if self.placement[stage] == rank}
@@ -80,13 +80,13 @@ def start(config: JobConfig, fail_at: int | None = None) -> tuple[Rebalancer, Fa
 
 def test_every_shift_is_copied_then_committed_then_adopted() -> None:
     rebalancer, fleet, journal, kept = start(job())
-    assert counts_of(rebalancer.plan.stages) == "3,3,2"
+    assert counts_text(rebalancer.plan.stages) == "3,3,2"
     rebalancer.request("1,4,3")
     rebalancer.act(7)
     copies = [entry for entry in fleet.log if entry.startswith("copy")]
     assert len(copies) == len(kept) == 3
     assert [entry.split()[0] for entry in fleet.log] == ["copy", "adopt"] * 3
-    assert counts_of(kept[-1].stages) == counts_of(rebalancer.plan.stages) == "1,4,3"
+    assert counts_text(kept[-1].stages) == counts_text(rebalancer.plan.stages) == "1,4,3"
     (kind, values), = journal.events
     assert kind == "rebalance"
     assert (values["shifts"], values["bytes"], values["stages"]) == (3, 300, [1, 4, 3])
@@ -105,7 +105,7 @@ def test_wherever_a_move_breaks_off_the_plan_names_a_holder_of_every_layer(fail_
 
 def test_stages_of_one_rank_exchange_layers_without_a_copy() -> None:
     rebalancer, fleet, _, _ = start(job(2, "zb_v"))
-    assert counts_of(rebalancer.plan.stages) == "2,2,2,2"
+    assert counts_text(rebalancer.plan.stages) == "2,2,2,2"
     rebalancer.request("2,1,3,2")
     rebalancer.act(1)
     assert fleet.log == ["adopt 2,1,3,2"]
@@ -157,7 +157,7 @@ def train(rebalancer: Rebalancer, steps: range, slowdowns: dict[int, float]) -> 
 def test_layers_leave_a_heavy_head_and_come_back_from_a_slow_rank() -> None:
     rebalancer, _, journal, _ = start(job(mode="on"))
     train(rebalancer, range(1, 41), {})
-    assert counts_of(rebalancer.plan.stages) == "4,3,1"
+    assert counts_text(rebalancer.plan.stages) == "4,3,1"
     train(rebalancer, range(41, 101), {0: 2.0})
     assert rebalancer.plan.stages[0][1] < 4
     train(rebalancer, range(101, 121), {})

@@ -2,13 +2,16 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from raytrain3d.config import DataConfig, JobConfig, ModelConfig, PipelineConfig, RunConfig, TrainConfig
 from raytrain3d.metrics.logs import PACKAGE, close_log, log_to_file
 from raytrain3d.metrics.progress import LiveProgress, PlainProgress, TimeLeft, duration, make_progress
-from raytrain3d.metrics.records import Records
+from raytrain3d.metrics.records import Records, measured_costs
 from raytrain3d.metrics.summary import RebalanceSummary, StepSummary, summarize
 from raytrain3d.plan.mesh import Mesh
 from raytrain3d.train.report import StepReport
@@ -34,7 +37,8 @@ def test_ranks_are_merged_by_pipeline_rank_and_layer() -> None:
 
 
 def test_a_line_of_metrics_tells_how_even_the_work_is_and_what_was_moved() -> None:
-    moved = RebalanceSummary(decisions=3, moves=1, layers=2, bytes=2**20, seconds=0.5, predicted_gain=1.3, achieved_gain=1.25)
+    moved = RebalanceSummary(decisions=3, moves=1, layers=2, bytes=2**20, seconds=0.5, predicted_gain=1.3,
+                             achieved_gain=1.25)
     record = summarize([report(0, compute=1.5), report(1, compute=0.5)], Mesh(pipeline=2), moved).to_record()
     assert record["imbalance"] == 1.5
     assert record["rebalance"] == {"decisions": 3, "moves": 1, "layers": 2, "bytes": 2**20, "seconds": 0.5,
@@ -115,3 +119,44 @@ def test_log_lines_carry_rank_and_pipeline_rank(tmp_path: Path) -> None:
         close_log(handler)
     assert (tmp_path / "logs" / "rank-0012.log").read_text().rstrip().endswith(
         "rank 12 pipeline 3 INFO raytrain3d.gang: joined")
+
+
+def recorded(directory: Path, partition: Literal["flops", "measured"], steps: list[dict[int, float]],
+             weight: float = 0.0) -> JobConfig:
+    """A job of 1 block whose directory has steps on record, with these seconds of each layer forward."""
+    config = JobConfig(run=RunConfig(name="r", directory=str(directory)), data=DataConfig(path="d"),
+                       model=ModelConfig(vocabulary=64, hidden=8, blocks=1, heads=2, feed_forward=8),
+                       train=TrainConfig(steps=100, global_batch=2, sequence=8),
+                       pipeline=PipelineConfig(partition=partition))
+    records = Records(directory / "r")
+    for step, seconds in enumerate(steps, start=1):
+        each = replace(report(0, step=step), layer_forward_s=seconds,
+                       layer_backward_s={layer: 2 * time for layer, time in seconds.items()},
+                       layer_weight_s=dict.fromkeys(seconds, weight) if weight else {})
+        records.step(summarize([each], Mesh()))
+    records.close()
+    return config
+
+
+def test_costs_of_layers_are_medians_of_the_last_recorded_steps(tmp_path: Path) -> None:
+    early, usual, outlier = ({0: scale, 1: 2 * scale, 2: 4 * scale} for scale in (9.0, 1.0, 50.0))
+    costs = measured_costs(recorded(tmp_path, "measured", [early] * 30 + [usual] * 19 + [outlier]))
+    assert costs is not None
+    assert [cost.forward for cost in costs] == [1.0, 2.0, 4.0]
+    assert [cost.backward for cost in costs] == [2.0, 4.0, 8.0]
+    assert costs[0].backward_weight == 0, "looking up has no weight gradient"
+    assert costs[1].backward_weight == costs[1].backward_input == 2.0, "a whole backward is divided as FLOPs are"
+
+
+def test_costs_of_split_backwards_are_taken_as_they_are(tmp_path: Path) -> None:
+    costs = measured_costs(recorded(tmp_path, "measured", [{0: 1.0, 1: 1.0, 2: 1.0}], weight=0.5))
+    assert costs is not None and [(cost.backward_input, cost.backward_weight) for cost in costs] == [(2.0, 0.5)] * 3
+
+
+def test_no_costs_without_a_record_of_every_layer_or_when_not_asked_for(tmp_path: Path) -> None:
+    assert measured_costs(recorded(tmp_path / "none", "measured", [])) is None
+    assert measured_costs(recorded(tmp_path / "some", "measured", [{0: 1.0, 2: 1.0}])) is None
+    config = recorded(tmp_path / "cut", "measured", [])
+    (tmp_path / "cut" / "r" / "metrics.jsonl").write_text('{"step": 1}\n[]\n{"st')
+    assert measured_costs(config) is None
+    assert measured_costs(recorded(tmp_path / "flops", "flops", [{0: 1.0, 1: 1.0, 2: 1.0}])) is None

@@ -6,24 +6,20 @@ import pytest
 
 from raytrain3d.config import JobConfig
 from raytrain3d.errors import PlanError
-from raytrain3d.plan.params import model_spec
 from raytrain3d.plan.partition import (
     Stages,
-    partition,
     split_by_cost,
     split_by_counts,
     split_evenly,
     split_over_ranks,
 )
-from raytrain3d.plan.schedule import SCHEDULES
+from raytrain3d.plan.plan import make_plan
 
 Job = Callable[..., JobConfig]
 
 
 def stages_of(config: JobConfig) -> Stages:
-    spec = model_spec(config.model, config.train, config.mesh.tensor)
-    placement = SCHEDULES[config.pipeline.schedule](config.mesh.pipeline, 0, config.pipeline.num_chunks).placement
-    return partition(config, spec, placement)
+    return make_plan(config).stages
 
 
 def counts(stages: Stages) -> list[int]:
@@ -50,7 +46,7 @@ def test_slowest_stage_is_the_least_of_all_splits(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("blocks", "num_stages", "how"),
-                         list(product((6, 28, 30), (1, 2, 3, 4, 8), ("flops", "parameters", "uniform"))))
+                         list(product((6, 28, 30), (1, 2, 3, 4, 8), ("flops", "parameters", "pipedream", "uniform"))))
 def test_no_layer_is_lost(job: Job, blocks: int, num_stages: int, how: str) -> None:
     stages = stages_of(job(blocks=blocks, pipeline=num_stages, partition=how))
     assert [layer for first, end in stages for layer in range(first, end)] == list(range(blocks + 2))

@@ -136,8 +136,8 @@ def test_a_move_that_made_steps_longer_is_undone() -> None:
     decision = decide(now, (past,), FREE, CONFIG)
     assert isinstance(decision, Revert)
     assert decision.split == HEAVY_HEAD.split
-    assert decision.reason == ("undo the move after step 100, to stages 5,4,4,5: 0.840 s a step became 0.900 s, predicted "
-                               "0.570 s")
+    assert decision.reason == ("undo the move after step 100: stages 6,5,5,2 -> 5,4,4,5, since 0.840 s a step became "
+                               "0.900 s, predicted 0.570 s")
     assert past.gain == pytest.approx(0.840 / 0.9, rel=1e-3)
 
 
