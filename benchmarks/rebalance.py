@@ -139,7 +139,7 @@ def heavy_head(directory: Path, ranks: int, blocks: int, micro_batches: int, ste
 
 
 def slow_rank(directory: Path, scale: int) -> dict[str, float]:
-    """Rank 1 is slowed 1.5 times at step 50 and freed at step 150 (or a third of that)."""
+    """Rank 1 is slowed 1.5 times at step 50 and freed at step 150, both divided by `scale`."""
     first, last, steps = 50 // scale, 150 // scale - 1, 200 // scale
     slow = SlowdownConfig(rank=1, factor=1.5, first=first, last=last)
     normal, slowed = best_split(16, 4, 16), best_split(16, 4, 16, (1.0, 1.5, 1.0, 1.0))
@@ -168,9 +168,10 @@ def noise(directory: Path, steps: int) -> dict[str, float]:
 
 
 def shares(directory: Path, steps: int) -> dict[str, float]:
-    """One of two replicas slowed 1.5 times."""
+    """One of two replicas slowed 1.5 times, with layers split as well as can be."""
     slow = tuple(SlowdownConfig(rank=rank, factor=1.5) for rank in (2, 3))
-    make = partial(job, directory, mesh=(2, 2), blocks=8, micro_batches=10, slowdown=slow)
+    make = partial(job, directory, mesh=(2, 2), blocks=8, micro_batches=10, slowdown=slow,
+                   layers=counts(best_split(8, 2, 10)))
     moved = run(make("shares", steps=steps))
     equal = run(make("equal-shares", steps=max(8, steps // 3), mode="off"))
     gain = equal.settled() / moved.settled()
@@ -219,8 +220,7 @@ def restart_s(directory: Path, number: int) -> float:
     name = f"restart-{number}"
     run(real_job(directory, name, 4, (5, 5), mode="off"), trainer=RealTrainer)
     stopped = step_times(directory, name)[-1]
-    again = replace(real_job(directory, name, 8, (7, 3), mode="off"))
-    outcome = run(again, trainer=RealTrainer)
+    outcome = run(real_job(directory, name, 8, (7, 3), mode="off"), trainer=RealTrainer)
     return step_times(directory, name)[4] - outcome.seconds[4] - stopped
 
 
@@ -246,9 +246,9 @@ def _send_bytes(place: Place) -> float:
 
 PARTS: dict[str, Callable[[Path, bool], dict[str, float]]] = {
     "pp4": lambda directory, quick: heavy_head(directory, 4, 16, 16, 24 if quick else 60),
-    "pp8": lambda directory, quick: heavy_head(directory, 8, 32, 32, 60),
-    "slow": lambda directory, quick: slow_rank(directory, 1),
-    "noise": lambda directory, quick: noise(directory, 300),
+    "pp8": lambda directory, quick: heavy_head(directory, 8, 32, 32, 24 if quick else 60),
+    "slow": lambda directory, quick: slow_rank(directory, 2 if quick else 1),
+    "noise": lambda directory, quick: noise(directory, 60 if quick else 300),
     "shares": lambda directory, quick: shares(directory, 24 if quick else 60),
     "real": lambda directory, quick: real_compute(directory, 40, 1 if quick else 15),
 }
@@ -257,7 +257,7 @@ QUICK = ("pp4", "shares")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two parts with fewer steps, under a minute")
+    parser.add_argument("--quick", action="store_true", help="parts pp4 and shares, or those of --only, with fewer steps")
     parser.add_argument("--only", nargs="+", choices=PARTS, help="these parts alone")
     arguments = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
