@@ -488,6 +488,14 @@ class SlowdownConfig:
         _require((self.rank is None) != (self.layer is None), "debug.slowdown", {"rank": self.rank, "layer": self.layer},
                  "give either rank or layer")
 
+    @property
+    def subject(self) -> str:
+        """`rank 3`, `layer 0`."""
+        return f"rank {self.rank}" if self.rank is not None else f"layer {self.layer}"
+
+    def is_on(self, step: int) -> bool:
+        return self.first <= step and (self.last is None or step <= self.last)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultConfig:

@@ -128,7 +128,7 @@ def _train(run: _Run) -> int:
                           store_host=run.launcher.address, serve_store=serve_store, check_nodes=run.check_nodes,
                           keep_plan=directory.keep_plan)
                 ending = Controller(job, fleet, stop=stop, mailboxes=mailboxes,
-                                    journal=Journal(progress, records)).run()
+                                    journal=Journal(progress, records, config.debug.slowdown)).run()
         except StopRequested as stopped:  # while waiting for capacity
             progress.say(f"{stopped}: stopped before any rank started")
             return stop.exit_code

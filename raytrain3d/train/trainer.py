@@ -316,7 +316,7 @@ class Trainer:
     def _slowdown(self, step: int | None) -> Callable[[int], float] | None:
         """How much slower each layer shall be in this step (`debug.slowdown`)."""
         now = [slow for slow in self._config.debug.slowdown
-               if step is not None and slow.first <= step <= (slow.last or step) and slow.rank in (None, self.rank)]
+               if step is not None and slow.is_on(step) and slow.rank in (None, self.rank)]
         if not now:
             return None
         return lambda layer: math.prod(slow.factor for slow in now if slow.layer in (None, layer))

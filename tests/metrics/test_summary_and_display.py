@@ -8,7 +8,8 @@ from typing import Literal
 
 import pytest
 
-from raytrain3d.config import DataConfig, JobConfig, ModelConfig, PipelineConfig, RunConfig, TrainConfig
+from raytrain3d.config import DataConfig, JobConfig, ModelConfig, PipelineConfig, RunConfig, SlowdownConfig, TrainConfig
+from raytrain3d.metrics.journal import Journal
 from raytrain3d.metrics.logs import PACKAGE, close_log, log_to_file
 from raytrain3d.metrics.progress import LiveProgress, PlainProgress, TimeLeft, duration, make_progress
 from raytrain3d.metrics.records import Records, measured_costs
@@ -160,3 +161,17 @@ def test_no_costs_without_a_record_of_every_layer_or_when_not_asked_for(tmp_path
     (tmp_path / "cut" / "r" / "metrics.jsonl").write_text('{"step": 1}\n[]\n{"st')
     assert measured_costs(config) is None
     assert measured_costs(recorded(tmp_path / "flops", "flops", [{0: 1.0, 1: 1.0, 2: 1.0}])) is None
+
+
+def test_slowdowns_on_purpose_are_named_as_such(tmp_path: Path) -> None:
+    output, records = io.StringIO(), Records(tmp_path)
+    journal = Journal(PlainProgress(output, 9), records,
+                      [SlowdownConfig(rank=2, factor=1.5, first=3, last=4), SlowdownConfig(layer=0, factor=2)])
+    for step in range(2, 7):
+        journal.step(summary(step))
+    records.close()
+    said = [line for line in output.getvalue().splitlines() if line.startswith("debug")]
+    assert said == ["debug.slowdown: from step 2 on layer 0 takes 2 times as long, on purpose",
+                    "debug.slowdown: from step 3 on rank 2 takes 1.5 times as long, on purpose",
+                    "debug.slowdown: from step 5 on rank 2 is left in peace"]
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 3
