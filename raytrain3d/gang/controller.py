@@ -21,7 +21,7 @@ from raytrain3d.gang.stop import StopFlag, StopRequested
 from raytrain3d.gang.worker import LeaseEnd
 from raytrain3d.metrics.goodput import Goodput
 from raytrain3d.metrics.journal import Journal
-from raytrain3d.metrics.summary import StepSummary, summarize
+from raytrain3d.metrics.summary import RebalanceSummary, StepSummary, summarize
 from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.plan import Plan
 from raytrain3d.train.report import StepReport
@@ -67,6 +67,7 @@ class Ending:
     validation_loss: float | None
     checkpoint: str | None
     """Directory of the newest checkpoint."""
+    rebalance: RebalanceSummary
 
 
 def lease_end(step: int, config: JobConfig, decision: int | None = None) -> int:
@@ -284,4 +285,5 @@ class Controller:
         done, saved = self._step == self._config.train.steps, self._saver.saved
         return Ending(step=self._step, exit_code=0 if done else self._stop.exit_code,
                       stopped=None if done else self._stop.reason, validation_loss=self._validation_loss,
-                      checkpoint=None if saved is None else step_directory(self._job.directory, saved))
+                      checkpoint=None if saved is None else step_directory(self._job.directory, saved),
+                      rebalance=self._rebalancer.summary)

@@ -24,6 +24,7 @@ from raytrain3d.metrics.progress import Progress, make_progress
 from raytrain3d.metrics.records import Records, measured_costs
 from raytrain3d.parallel.groups import serve_store
 from raytrain3d.plan.plan import Plan, make_plan
+from raytrain3d.plan.table import counted
 
 RANK_LIMIT_MARGIN_S = 60.0
 """How much longer than the ranks' own limit of one communication the driver waits for them."""
@@ -182,6 +183,9 @@ def closing_text(ending: Ending, config: JobConfig, directory: RunDirectory) -> 
             difference = entropy - ending.validation_loss
             lines.append(f"bigram entropy   {entropy:.4f} nats: a token given only the one before; the model is "
                          f"{abs(difference):.4f} {'below' if difference >= 0 else 'above'}")
+    if (moved := ending.rebalance).moves:
+        lines.append(f"rebalancing      {counted(moved.moves, 'move')}: {counted(moved.layers, 'layer')}, "
+                     f"{moved.bytes / 2**20:.1f} MiB in {moved.seconds:.2f} s")
     lines.append(f"checkpoint       {ending.checkpoint or 'none'}")
     lines.append(f"run directory    {directory.location}: config.yaml, plan.json, checkpoints/")
     lines.append(f"records          {directory.local}: metrics.jsonl, events.jsonl, logs/")

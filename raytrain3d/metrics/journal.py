@@ -10,8 +10,10 @@ from raytrain3d.metrics.summary import StepSummary
 
 
 class Journal:
-    """Both at once, so that what was shown is what was recorded. slowdowns: `debug.slowdown`; told where they begin and end, so
-    that nobody takes them for the machine's."""
+    """Both at once, so that what was shown is what was recorded.
+
+    slowdowns: of `debug.slowdown`. Told where they begin and end, so that nobody takes them for the machine's.
+    """
 
     def __init__(self, progress: Progress, records: Records, slowdowns: Sequence[SlowdownConfig] = ()) -> None:
         self._progress, self._records, self._slowdowns = progress, records, slowdowns

@@ -17,12 +17,13 @@ from raytrain3d.plan.plan import Plan, make_plan
 from raytrain3d.train.report import StepReport
 
 
-def job(pipeline: int = 3, schedule: Any = "1f1b", mode: Any = "off", data: int = 1) -> JobConfig:
+def job(pipeline: int = 3, schedule: Any = "1f1b", mode: Any = "off", data: int = 1,
+        deterministic: bool = False) -> JobConfig:
     return JobConfig(run=RunConfig(name="r"), data=DataConfig(path="d"), mesh=MeshConfig(data=data, pipeline=pipeline),
                      model=ModelConfig(vocabulary=16, hidden=8, blocks=6, heads=2, feed_forward=8),
                      pipeline=PipelineConfig(schedule=schedule, partition="uniform"),
                      rebalance=RebalanceConfig(mode=mode, interval=10),
-                     train=TrainConfig(steps=1000, global_batch=4, sequence=8))
+                     train=TrainConfig(steps=1000, global_batch=4, sequence=8, deterministic=deterministic))
 
 
 def plan() -> Plan:
@@ -206,3 +207,10 @@ def test_a_trial_of_a_slow_replica_ends_soon() -> None:
 
 def test_a_job_without_decisions_has_no_next_one() -> None:
     assert start(job(mode="off"))[0].next_decision(1) is None
+
+
+@pytest.mark.parametrize(("deterministic", "shares"), [(False, (3, 1)), (True, (2, 2))])
+def test_a_deterministic_job_keeps_its_shares(deterministic: bool, shares: tuple[int, ...]) -> None:
+    rebalancer, *_ = start(job(1, mode="on", data=2, deterministic=deterministic))
+    train(rebalancer, range(1, 41), {1: 2.0})
+    assert rebalancer.plan.shares == shares
