@@ -12,16 +12,17 @@ from raytrain3d.errors import PlanError
 from raytrain3d.gang.fleet import FleetFailed
 from raytrain3d.gang.rebalancer import Rebalancer, parse_counts
 from raytrain3d.metrics.summary import RebalanceSummary
-from raytrain3d.plan.partition import Stages, counts_text
+from raytrain3d.plan.partition import Stages, counts_of, counts_text, split_evenly
 from raytrain3d.plan.plan import Plan, make_plan
 from raytrain3d.train.report import StepReport
 
 
 def job(pipeline: int = 3, schedule: Any = "1f1b", mode: Any = "off", data: int = 1,
         deterministic: bool = False) -> JobConfig:
+    stages = pipeline * (2 if schedule == "zb_v" else 1)
     return JobConfig(run=RunConfig(name="r"), data=DataConfig(path="d"), mesh=MeshConfig(data=data, pipeline=pipeline),
                      model=ModelConfig(vocabulary=16, hidden=8, blocks=6, heads=2, feed_forward=8),
-                     pipeline=PipelineConfig(schedule=schedule, partition="uniform"),
+                     pipeline=PipelineConfig(schedule=schedule, layers=counts_of(split_evenly(8, stages))),
                      rebalance=RebalanceConfig(mode=mode, interval=10),
                      train=TrainConfig(steps=1000, global_batch=4, sequence=8, deterministic=deterministic))
 

