@@ -100,5 +100,5 @@ def _of(rank: int, position: Position, why: str) -> Culprit:
 def _where(position: Position) -> str:
     if position.phase == "program" and position.op is not None:
         return f"in op {position.op}"
-    return {"data": "reading its data", "program": "at the end of its program", "reduction": "reducing gradients",
+    return {"data": "reading its data", "program": "between two ops", "reduction": "reducing gradients",
             "commit": "agreeing on the step", "update": "updating parameters", None: "between steps"}[position.phase]
