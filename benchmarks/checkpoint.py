@@ -258,7 +258,7 @@ def figures(ranks: Sequence[Times]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small model, under a minute; the figures then mean little")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--directory", help="where to save (default: the directory for temporary files)")
     arguments = parser.parse_args()
     workload, rounds = (QUICK, 2) if arguments.quick else (FULL, arguments.rounds)
