@@ -78,19 +78,9 @@ class _ProjectedCrossEntropy(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: Rows, chunk: int, training: bool) -> Tensor:
         chunks = -(-len(x) // chunk)
         x_gradient = torch.empty_like(x) if training else x
-        losses = []
-        for part, wanted, part_gradient in zip(x.tensor_split(chunks), targets.tensor_split(chunks),
-                                               x_gradient.tensor_split(chunks), strict=True):
-            values = part @ weight.t()
-            if values.dtype == torch.bfloat16:
-                values = values.float()
-            loss, sums = _losses(values, wanted, rows)
-            losses.append(loss)
-            if training:
-                gradient = _to_gradient(values.div_(sums), wanted, rows).to(x.dtype)
-                torch.mm(gradient, weight, out=part_gradient)
-                if weight.requires_grad:
-                    accumulate_outer(weight, gradient, part)
+        parts = zip(x.tensor_split(chunks), targets.tensor_split(chunks), x_gradient.tensor_split(chunks), strict=True)
+        losses = [_loss_of_chunk(part, weight, wanted, rows, part_gradient if training else None)
+                  for part, wanted, part_gradient in parts]
         if training:
             ctx.save_for_backward(x_gradient)
         return torch.stack(losses).sum()
@@ -100,6 +90,20 @@ class _ProjectedCrossEntropy(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x_gradient,) = ctx.saved_tensors
         return x_gradient * grad, None, None, None, None, None
+
+
+def _loss_of_chunk(x: Tensor, weight: Tensor, targets: Tensor, rows: Rows, x_gradient: Tensor | None) -> Tensor:
+    """The loss of some tokens. With `x_gradient`, which it fills, the weight's gradient is added too."""
+    logits = x @ weight.t()
+    if logits.dtype == torch.bfloat16:
+        logits = logits.float()
+    loss, sums = _losses(logits, targets, rows)
+    if x_gradient is not None:
+        logits = _to_gradient(logits.div_(sums), targets, rows).to(x.dtype)
+        torch.mm(logits, weight, out=x_gradient)
+        if weight.requires_grad:
+            accumulate_outer(weight, logits, x)
+    return loss
 
 
 def _losses(logits: Tensor, targets: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
