@@ -10,6 +10,10 @@ from typing import Literal
 from raytrain3d.errors import ConfigError
 
 
+Recompute = Literal["none", "selective", "full"]
+"""What a block computes again before its backward."""
+
+
 def _require(valid: bool, key: str, value: object, want: str) -> None:
     if not valid:
         raise ConfigError(f"{key} is {value!r}: {want}")
@@ -202,6 +206,9 @@ class PipelineConfig:
     layers: tuple[int, ...] | None = None
     """Layers of each stage, embedding and head counted, instead of `partition`. One count for each of mesh.pipeline x
     chunks stages, in the order in which a sample passes them. Must add up to blocks + 2."""
+    recompute: tuple[Recompute, ...] | None = None
+    """`train.recompute` by stage, instead of one for all: early stages hold more micro-batches, so they may need more of
+    it. One kind for each stage, in the order of `layers`. A layer that moves takes the kind of its new stage."""
 
     def __post_init__(self) -> None:
         _positive("pipeline", chunks=self.chunks)
@@ -237,8 +244,16 @@ class TrainConfig:
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
     """Type of weights and activations. bf16 keeps FP32 master weights and accumulates gradients in FP32; fp64 is for
     checking numerics."""
-    recompute: Literal["none", "full"] = "none"
-    """`full` keeps only the input of each layer and runs its forward again before its backward."""
+    sequence_parallel: bool = False
+    """Divide the residual stream, and so norms, dropout and messages between stages, over the tensor ranks by positions of
+    the sequence. Keeps less for the backward and moves a quarter more bytes, since inputs of matrix products are gathered
+    again in the backward. mesh.tensor must divide `sequence`."""
+    recompute: Recompute = "none"
+    """`full` keeps only the input of each block and runs its forward again before its backward; `selective` runs only the
+    inside of attention again, which is large where attention is unfused. Results do not change by a bit. Embedding and
+    head never run again."""
+    recompute_every: int = 1
+    """Recompute only in blocks whose number is a multiple of this: 2 is every other one."""
     sharding: Literal["none", "optimizer"] = "none"
     """What is sharded over the data axis: nothing, or optimizer state and master weights (ZeRO-1)."""
     loss_chunk: int | None = 4096
@@ -258,7 +273,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _positive("train", steps=self.steps, global_batch=self.global_batch, micro_batch=self.micro_batch,
-                  sequence=self.sequence, loss_chunk=self.loss_chunk, lease=self.lease)
+                  sequence=self.sequence, recompute_every=self.recompute_every, loss_chunk=self.loss_chunk, lease=self.lease)
         _require(self.seed >= 0, "train.seed", self.seed, "must be at least 0")
         _require(self.global_batch % self.micro_batch == 0, "train.global_batch", self.global_batch,
                  f"must be a multiple of train.micro_batch ({self.micro_batch})")
@@ -566,6 +581,9 @@ class JobConfig:
                  f"must divide model.kv_heads ({model.num_kv_heads}) or be a multiple of it")
         _require(model.feed_forward % tensor == 0, "mesh.tensor", tensor,
                  f"must divide model.feed_forward ({model.feed_forward})")
+        if self.train.sequence_parallel:
+            _require(self.train.sequence % tensor == 0, "train.sequence", self.train.sequence,
+                     f"must be a multiple of mesh.tensor ({tensor}) with train.sequence_parallel")
         self._check_stages(num_layers)
         if model.family == "gpt2" and model.positions is not None:
             _require(self.train.sequence <= model.positions, "train.sequence", self.train.sequence,
@@ -580,12 +598,30 @@ class JobConfig:
         _require(warmup <= self.train.steps, "learning_rate.warmup", warmup,
                  f"is more than train.steps ({self.train.steps})")
 
+    @property
+    def residual_sequence(self) -> int:
+        """Positions of a sample that one rank has of the residual stream."""
+        return self.train.sequence // (self.mesh.tensor if self.train.sequence_parallel else 1)
+
     def _check_keep_best(self) -> None:
         saves, evaluates = self.checkpoint.interval, self.evaluate.interval
         if self.checkpoint.keep_best is not None and saves is not None:
             _require(evaluates is not None and saves % evaluates == 0, "checkpoint.keep_best", self.checkpoint.keep_best,
                      f"needs a validation loss of every checkpoint: checkpoint.interval ({saves}) must be a multiple of "
                      f"evaluate.interval ({evaluates})")
+
+    def _check_number(self, key: Literal["layers", "recompute"], of: str) -> None:
+        """That there is one for each stage."""
+        values: tuple[object, ...] | None = getattr(self.pipeline, key)
+        if values is None:
+            return
+        ranks, chunks = self.mesh.pipeline, self.pipeline.num_chunks
+        # Without a number of chunks, `auto` takes as many as are given for.
+        free = self.pipeline.schedule == "auto" and self.pipeline.chunks is None
+        fits = len(values) % ranks == 0 if free else len(values) == ranks * chunks
+        needed = f"a multiple of {ranks} stages" if free else f"{ranks * chunks} stages (pipeline.chunks is {chunks})"
+        _require(fits and len(values) > 0, f"pipeline.{key}", list(values),
+                 f"needs one {of} per stage, mesh.pipeline is {ranks}: {needed}")
 
     def _check_stages(self, num_layers: int) -> None:
         ranks, chunks, counts = self.mesh.pipeline, self.pipeline.num_chunks, self.pipeline.layers
@@ -596,13 +632,12 @@ class JobConfig:
                  f"with pipeline.schedule {self.pipeline.schedule} and mesh.pipeline {ranks} that is {ranks * chunks} "
                  f"stages, the model has {whole} and a stage keeps at least one: at most {num_layers // ranks} chunks, "
                  f"or mesh.pipeline at most {num_layers // chunks}")
+        self._check_number("layers", "count")
+        self._check_number("recompute", "kind")
         if counts is None:
             return
-        # Without a number of chunks, `auto` takes as many as the counts are for.
-        free = self.pipeline.schedule == "auto" and self.pipeline.chunks is None
-        fits = len(counts) % ranks == 0 if free else len(counts) == ranks * chunks
-        needed = f"a multiple of {ranks} stages" if free else f"{ranks * chunks} stages (pipeline.chunks is {chunks})"
-        _require(fits and len(counts) > 0, "pipeline.layers", list(counts),
-                 f"needs one count per stage, mesh.pipeline is {ranks}: {needed}")
+        recompute = self.pipeline.recompute
+        _require(recompute is None or len(recompute) == len(counts), "pipeline.recompute", recompute,
+                 f"needs one kind per stage, pipeline.layers has {len(counts)} stages")
         _require(sum(counts) == num_layers, "pipeline.layers", list(counts),
                  f"adds up to {sum(counts)}, the model has {whole}")

@@ -46,14 +46,17 @@ def reference() -> str:
 
 def read_sections(source: str) -> dict[str, Section]:
     """Class name -> section, for every class with fields in the source text of a module."""
-    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-    return {node.name: Section(text=ast.get_docstring(node) or "", keys=tuple(_keys(node))) for node in classes}
+    statements = ast.parse(source).body
+    aliases = {node.targets[0].id: node.value for node in statements
+               if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)}
+    return {node.name: Section(text=ast.get_docstring(node) or "", keys=tuple(_keys(node, aliases)))
+            for node in statements if isinstance(node, ast.ClassDef)}
 
 
-def _keys(node: ast.ClassDef) -> Iterator[Key]:
+def _keys(node: ast.ClassDef, aliases: dict[str, ast.expr]) -> Iterator[Key]:
     for field, text in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            yield Key(name=field.target.id, type=_type(field.annotation), text=_docstring(text),
+            yield Key(name=field.target.id, type=_type(field.annotation, aliases), text=_docstring(text),
                       default=_default(field.value) if field.value is not None else None)
 
 
@@ -65,18 +68,21 @@ def _docstring(statement: ast.stmt | None) -> str:
     return ""
 
 
-def _type(annotation: ast.expr) -> str:
-    """`fp32 | bf16` for a Literal, `list of int` for a tuple; other hints as they are."""
+def _type(annotation: ast.expr, aliases: dict[str, ast.expr]) -> str:
+    """`fp32 | bf16` for a Literal, `list of int` for a tuple; other hints as they are. aliases: names given to hints."""
     match annotation:
+        case ast.Name(id=name) if name in aliases:
+            return _type(aliases[name], aliases)
         case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
             options = choices.elts if isinstance(choices, ast.Tuple) else [choices]
             return " | ".join(ast.unparse(option).strip("'") for option in options)
         case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=[item, *_])):
-            return f"list of {_type(item)}"
+            kind = _type(item, aliases)
+            return f"list of ({kind})" if "|" in kind else f"list of {kind}"
         case ast.Subscript(value=ast.Name(id="dict")):
             return "mapping of str to str"
         case ast.BinOp(left=left, right=ast.Constant(value=None)):
-            return f"{_type(left)} | null"
+            return f"{_type(left, aliases)} | null"
     return ast.unparse(annotation)
 
 

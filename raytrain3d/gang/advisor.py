@@ -17,6 +17,7 @@ from raytrain3d.plan.params import model_spec
 from raytrain3d.plan.plan import Plan
 from raytrain3d.plan.program import programs_for
 from raytrain3d.plan.rebalance import Keep, Move, MoveCost, PastMove, Revert, Situation, decide
+from raytrain3d.plan.recompute import repeats
 from raytrain3d.plan.workload import Workload
 from raytrain3d.train.report import StepReport
 
@@ -32,6 +33,7 @@ class Advisor:
     def __init__(self, config: JobConfig, plan: Plan) -> None:
         self._config, self._spec = config, model_spec(config.model, config.train, plan.mesh.tensor)
         self._measured = Measured(plan.mesh, layer_costs(config, self._spec))
+        self._repeated = repeats(config, self._spec)
         self._senders = plan.mesh.data * plan.mesh.tensor
         self._history: list[PastMove] = []
         self._considered: Situation | None = None
@@ -43,8 +45,11 @@ class Advisor:
 
     def watch(self, reports: Sequence[StepReport], plan: Plan) -> None:
         """One step, from all ranks, under the split of `plan`."""
+        repeated = {layer: self._repeated(stage, layer) for stage in range(len(plan.stages))
+                    for layer in plan.layers_of(stage)}
         times = [RankTimes(rank=report.rank, num_micro_batches=plan.shares[plan.mesh.coordinate(report.rank).data],
-                           forward=report.layer_forward_s, backward=report.layer_backward_s, weight=report.layer_weight_s)
+                           forward=report.layer_forward_s, backward=report.layer_backward_s, weight=report.layer_weight_s,
+                           repeated=repeated)
                  for report in reports]
         self._measured.add(times, max(report.seconds for report in reports))
 
@@ -94,7 +99,7 @@ class Advisor:
     def _situation(self, step: int, plan: Plan, estimate: Estimate) -> Situation:
         programs = programs_for(plan.schedule, plan.mesh.pipeline, max(plan.shares), plan.chunks)
         workload = Workload(schedule=plan.schedule, num_ranks=plan.mesh.pipeline, chunks=plan.chunks, shares=plan.shares,
-                            costs=estimate.costs, slowdowns=estimate.slowdowns,
+                            costs=estimate.costs, slowdowns=estimate.slowdowns, repeated=self._repeated,
                             excess=missing_memory(self._config, self._spec, programs))
         return Situation(step=step, steps_left=self._config.train.steps - step, stages=plan.stages, workload=workload,
                          step_s=estimate.step_s, noise=estimate.noise)

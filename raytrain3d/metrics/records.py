@@ -12,6 +12,7 @@ from raytrain3d.metrics.summary import StepSummary
 from raytrain3d.plan.cost import LayerCost, layer_costs
 from raytrain3d.plan.measured import WINDOW
 from raytrain3d.plan.params import model_spec
+from raytrain3d.plan.recompute import repeated_share
 from raytrain3d.plan.separate import median_cost
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
@@ -69,7 +70,9 @@ def measured_costs(config: JobConfig) -> tuple[LayerCost, ...] | None:
         return None
     with path.open() as file:
         steps = [costs for line in deque(file, maxlen=WINDOW) for costs in _costs(line)]
-    flops = layer_costs(config, model_spec(config.model, config.train, config.mesh.tensor))
+    spec = model_spec(config.model, config.train, config.mesh.tensor)
+    flops = [cost.repeating(repeated_share(config, layer, 0))
+             for cost, layer in zip(layer_costs(config, spec), spec.layers, strict=True)]
     seen = [[step[layer] for step in steps if layer in step] for layer in range(len(flops))]
     if not all(seen):
         return None

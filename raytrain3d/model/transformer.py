@@ -1,21 +1,23 @@
 """The transformer as a row of layers: Embedding, Blocks, Head. Covers the Llama and GPT-2 families.
 
 Modules know no parallelism. Where ranks may share a matrix they have seams that do nothing by themselves: `enter` (an
-input that several column slices read), `reduce` (an output that is a partial sum), `first_row`, `first_head`.
-`parallel/tensor.py` fills them from a table. Parameters are bound from outside too (`bind`): they are views of a
-layer's flat buffer, so a module holds whatever slice it was given and sizes come from the weights.
+input that several column slices read), `reduce` (an output that is a partial sum), `first_row`, `first_head`,
+`sequence_part`. `parallel/tensor.py` fills them from a table. Parameters are bound from outside too (`bind`): they are
+views of a layer's flat buffer, so a module holds whatever slice it was given and sizes come from the weights.
 """
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raytrain3d.config import ModelConfig
-from raytrain3d.model.dropout import DropoutKeys, dropout, keep_mask
-from raytrain3d.model.functional import embedding, linear
+from raytrain3d.model.dropout import DropoutKeys, drop, drop_mask, dropout
+from raytrain3d.model.functional import IDLE, Seam, again, embedding, linear, linears
 from raytrain3d.model.loss import Reduction, Rows, cross_entropy, projected_cross_entropy, unchanged
+from raytrain3d.model.norm import rms_norm
 from raytrain3d.model.rotary import RotaryTables, rotate
 
 
@@ -35,12 +37,21 @@ class Linear(Parameters):
 
     def __init__(self) -> None:
         super().__init__()
-        self.reduce: Reduction = unchanged
+        self.reduce: Seam = IDLE
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (batch, seq, in) -> (batch, seq, out)."""
-        y = self.reduce(linear(x, self.weight))
+        return self.biased(linear(x, self.weight, reduce=self.reduce))
+
+    def biased(self, y: Tensor) -> Tensor:
+        """y: (batch, seq, out) -> the same shape."""
         return y if self.bias is None else y + self.bias
+
+
+def entered(enter: Seam, x: Tensor, *parts: Linear) -> tuple[Tensor, ...]:
+    """Several linears of one input. x: (batch, seq, in) -> (batch, seq, out) each."""
+    outs = linears(x, [part.weight for part in parts], enter=enter)
+    return tuple(part.biased(y) for part, y in zip(parts, outs, strict=True))
 
 
 class Norm(Parameters):
@@ -54,7 +65,7 @@ class Norm(Parameters):
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., width) -> the same shape."""
         if self._rms:
-            return F.rms_norm(x, x.shape[-1:], self.weight, self._epsilon)
+            return rms_norm(x, self.weight, self._epsilon)
         return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self._epsilon)
 
 
@@ -63,25 +74,27 @@ class Attention(nn.Module):
 
     def __init__(self, model: ModelConfig, layer: int, rotary: RotaryTables | None) -> None:
         super().__init__()
-        self.enter: Reduction = unchanged
+        self.enter: Seam = IDLE
         self.first_head = 0
         self._model, self._layer, self._rotary = model, layer, rotary
         self.query, self.key, self.value, self.output = Linear(), Linear(), Linear(), Linear()
         if model.qk_norm:
             self.query_norm, self.key_norm = Norm(model), Norm(model)
 
-    def forward(self, x: Tensor, keys: DropoutKeys | None) -> Tensor:
-        """x: (batch, seq, hidden) -> (batch, seq, hidden)."""
-        x = self.enter(x)
+    def forward(self, x: Tensor, keys: DropoutKeys | None, *, recompute: bool = False) -> Tensor:
+        """x: (batch, seq, hidden) -> (batch, seq, hidden). recompute: heads keep nothing and are computed again."""
         size = self._model.size_of_head
-        query, key, value = (part(x).unflatten(-1, (-1, size)) for part in (self.query, self.key, self.value))
+        query, key, value = (part.unflatten(-1, (-1, size))
+                             for part in entered(self.enter, x, self.query, self.key, self.value))
         key, value = self._own_heads(key, query), self._own_heads(value, query)
         if self._model.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         if self._rotary is not None:
             cos, sin = self._rotary(query)
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        heads = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), keys)
+        inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        attend = partial(self._attend, keys=keys if self._model.attention_dropout else None)
+        heads = again(attend, *inputs) if recompute else attend(*inputs)
         return self.output(heads.transpose(1, 2).flatten(2))
 
     def _own_heads(self, kv: Tensor, query: Tensor) -> Tensor:
@@ -93,23 +106,24 @@ class Attention(nn.Module):
         first = self.first_head // group
         return kv[:, :, first : first + wanted]
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, keys: DropoutKeys | None) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, keys: DropoutKeys | None) -> Tensor:
         """query, key, value: (batch, heads, seq, size) -> (batch, heads, seq, size)."""
         grouped = query.shape[1] != key.shape[1]
-        rate = self._model.attention_dropout
-        if keys is None or rate == 0.0:
+        if keys is None:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        rate = self._model.attention_dropout
         if grouped:
             repeats = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         sequence = query.shape[2]
-        scores = query @ key.transpose(-1, -2) * self._model.size_of_head**-0.5
-        causal = torch.ones(sequence, sequence, dtype=torch.bool, device=query.device).tril()
-        probabilities = scores.masked_fill(~causal, -torch.inf).softmax(dim=-1)
+        later = torch.ones(sequence, sequence, dtype=torch.bool, device=query.device).triu(diagonal=1)
+        scores = (query @ key.transpose(-1, -2)).mul_(self._model.size_of_head**-0.5).masked_fill_(later, -torch.inf)
+        probabilities = scores.softmax(dim=-1)
+        del scores  # in place and let go of: these are the largest matrices there are
         shape = (self._model.heads, sequence, sequence)
-        keep = keep_mask(keys, self._layer, "attention", rate, shape, query.device)
-        own = keep[:, self.first_head : self.first_head + query.shape[1]]
-        return (probabilities * own / (1 - rate)) @ value
+        heads = slice(self.first_head, self.first_head + query.shape[1])
+        mask = drop_mask(keys, self._layer, "attention", rate, shape, heads, query.device)
+        return drop(probabilities, mask, rate) @ value
 
 
 class FeedForward(nn.Module):
@@ -117,7 +131,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.enter: Reduction = unchanged
+        self.enter: Seam = IDLE
         self._gated = model.family == "llama"
         if self._gated:
             self.gate = Linear()
@@ -125,9 +139,11 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (batch, seq, hidden) -> (batch, seq, hidden)."""
-        x = self.enter(x)
-        inner = F.silu(self.gate(x)) * self.up(x) if self._gated else F.gelu(self.up(x), approximate="tanh")
-        return self.down(inner)
+        if self._gated:
+            gate, up = entered(self.enter, x, self.gate, self.up)
+            return self.down(F.silu(gate) * up)
+        (up,) = entered(self.enter, x, self.up)
+        return self.down(F.gelu(up, approximate="tanh"))
 
 
 class TokenTable(Parameters):
@@ -136,22 +152,31 @@ class TokenTable(Parameters):
     def __init__(self) -> None:
         super().__init__()
         self.first_row = 0
-        self.reduce: Reduction = unchanged
+        self.reduce: Seam = IDLE
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: (batch, seq) int64 -> (batch, seq, hidden)."""
+        """tokens: (batch, seq) int64 -> (batch, part of seq, hidden)."""
         rows = tokens - self.first_row
         elsewhere = (rows < 0) | (rows >= self.weight.shape[0])
-        return self.reduce(embedding(rows.masked_fill(elsewhere, 0), self.weight, elsewhere))
+        return embedding(rows.masked_fill(elsewhere, 0), self.weight, elsewhere, reduce=self.reduce)
 
 
 class Layer(nn.Module):
-    """What the pipeline moves data through. `index` is the layer's place in the model."""
+    """What the pipeline moves data through. `index` is the layer's place in the model.
+
+    Of the residual stream it has the `sequence_part`-th of equal `sequence_parts` of every sequence, called seq.
+    """
 
     def __init__(self, model: ModelConfig, index: int) -> None:
         super().__init__()
         self.index = index
         self.model = model
+        self.sequence_part, self.sequence_parts = 0, 1
+        self.recompute_attention = False
+
+    def dropout(self, x: Tensor, keys: DropoutKeys | None, site: str) -> Tensor:
+        """x: (batch, seq, hidden) -> the same shape."""
+        return dropout(x, keys, self.index, site, self.model.dropout, part=self.sequence_part, parts=self.sequence_parts)
 
     def bind(self, parameters: Mapping[str, Tensor]) -> None:
         """Point parameters (`attention.query.weight`, ...) at the given tensors."""
@@ -170,11 +195,12 @@ class Embedding(Layer):
             self.positions = Parameters()
 
     def forward(self, tokens: Tensor, keys: DropoutKeys | None) -> Tensor:
-        """tokens: (batch, seq) int64 -> (batch, seq, hidden)."""
+        """tokens: (batch, whole seq) int64 -> (batch, seq, hidden)."""
         x = self.tokens(tokens)
         if self.model.family == "gpt2":
-            x = x + self.positions.weight[: tokens.shape[1]]
-        return dropout(x, keys, self.index, "embedding", self.model.dropout)
+            first, length = self.sequence_part * x.shape[1], x.shape[1]
+            x = x + self.positions.weight[first : first + length]
+        return self.dropout(x, keys, "embedding")
 
 
 class Block(Layer):
@@ -188,9 +214,9 @@ class Block(Layer):
 
     def forward(self, x: Tensor, keys: DropoutKeys | None) -> Tensor:
         """x: (batch, seq, hidden) -> (batch, seq, hidden)."""
-        rate = self.model.dropout
-        x = x + dropout(self.attention(self.attention_norm(x), keys), keys, self.index, "attention_output", rate)
-        return x + dropout(self.mlp(self.mlp_norm(x)), keys, self.index, "mlp_output", rate)
+        attention = self.attention(self.attention_norm(x), keys, recompute=self.recompute_attention)
+        x = x + self.dropout(attention, keys, "attention_output")
+        return x + self.dropout(self.mlp(self.mlp_norm(x)), keys, "mlp_output")
 
 
 class Head(Layer):
@@ -199,7 +225,7 @@ class Head(Layer):
     def __init__(self, model: ModelConfig, index: int) -> None:
         super().__init__(model, index)
         self.norm = Norm(model)
-        self.enter: Reduction = unchanged
+        self.enter: Seam = IDLE
         self.output = Linear()
         self.first_row = 0
         self.maximum: Reduction = unchanged
@@ -208,12 +234,12 @@ class Head(Layer):
         """Tokens whose logits exist at a time in `forward` (`train.loss_chunk`); None: those of all."""
 
     def logits(self, x: Tensor) -> Tensor:
-        """x: (batch, seq, hidden) -> (batch, seq, rows held here)."""
+        """x: (batch, seq, hidden) -> (batch, whole seq, rows held here)."""
         logits: Tensor = self.output(self.enter(self.norm(x)))
         return logits
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        """x: (batch, seq, hidden), targets: (batch, seq) -> sum of losses, a scalar."""
+        """x: (batch, seq, hidden), targets: (batch, whole seq) -> sum of losses, a scalar."""
         rows = Rows(first=self.first_row, vocabulary=self.model.vocabulary, maximum=self.maximum, total=self.total)
         if self.loss_chunk is None:
             return cross_entropy(self.logits(x).flatten(0, 1), targets.flatten(), rows)

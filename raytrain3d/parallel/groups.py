@@ -58,11 +58,15 @@ class Group:
 
     def reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         """Sum (or maximum) over the group, in place, done when this returns."""
+        self.start_reduce(tensor, maximum=maximum).wait()
+
+    def start_reduce(self, tensor: Tensor, *, maximum: bool = False) -> Work:
+        """As `all_reduce`, by a star where that is faster; then it is done when this returns."""
         if self._on_host and self.size > 2 and tensor.nbytes <= STAR_LIMIT_BYTES:
             self.gather_sum(tensor, maximum=maximum)
             self.send_back(tensor)
-        else:
-            self.all_reduce(tensor, maximum=maximum).wait()
+            return DONE
+        return self.all_reduce(tensor, maximum=maximum)
 
     def gather_sum(self, tensor: Tensor, *, maximum: bool = False) -> None:
         """First half of a star: the first member adds all tensors to its own, in rank order."""

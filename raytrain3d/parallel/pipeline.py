@@ -55,6 +55,8 @@ class Stage:
     layers: Mapping[int, nn.Module]
     is_first: bool
     is_last: bool
+    recompute: frozenset[int] = frozenset()
+    """Layers of which only the input is kept: their forward runs again before their backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +100,11 @@ class PipelineRun:
     `slowdown(layer)` is how many times as long as it takes a layer's compute shall take (for tests and demonstrations).
     """
 
-    def __init__(self, stages: Mapping[int, Stage], mail: Mail, feed: Feed, *, recompute: bool, put_off: PutOff,
+    def __init__(self, stages: Mapping[int, Stage], mail: Mail, feed: Feed, *, put_off: PutOff,
                  layer_done: Callable[[int], None], clock: Clock, offload: bool = False,
                  slowdown: Callable[[int], float] | None = None) -> None:
         self._stages, self._mail, self._feed = stages, mail, feed
-        self._recompute, self._put_off, self._layer_done, self._offload = recompute, put_off, layer_done, offload
+        self._put_off, self._layer_done, self._offload = put_off, layer_done, offload
         self._clock, self._slowdown = clock, slowdown
         self._training = False
         self._gradients_left: dict[int, int] = {}
@@ -193,11 +195,12 @@ class PipelineRun:
         for layer, module in stage.layers.items():
             start = self._clock.mark()
             entering = x.detach().requires_grad_() if x.is_floating_point() and self._training else x
+            keep = self._training and layer not in stage.recompute
             saving = saved_on_host(module, entering) if self._offload else nullcontext()
-            with torch.set_grad_enabled(self._training and not self._recompute), saving:
+            with torch.set_grad_enabled(keep), saving:
                 out = module(entering, *self._feed.arguments(op.micro_batch, layer))
             if self._training:
-                self._in_flight[key].layers.append((layer, entering, None if self._recompute else out))
+                self._in_flight[key].layers.append((layer, entering, out if keep else None))
             x = out.detach().contiguous()
             self._lap(Kind.FORWARD, layer, start)
         if stage.is_last:

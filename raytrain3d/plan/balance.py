@@ -123,10 +123,11 @@ def slowest_stage_least(workload: Workload) -> Stages:
     layers on late stages. Chunks of a rank count apart, memory does not count."""
     weights = [max(share * slowdowns[rank] for share, slowdowns in zip(workload.shares, workload.slowdowns, strict=True))
                for rank in workload.placement]
-    before = list(accumulate((cost.total for cost in workload.costs), initial=0.0))
     slowest = [0.0] + [inf] * workload.num_layers  # by number of layers taken from the front
     choices: list[list[int]] = []  # by stage and number of layers up to its end: its first layer
-    for weight in weights:
+    for stage, weight in enumerate(weights):
+        costs = (workload.stage_cost(stage, (layer, layer + 1)).total for layer in range(workload.num_layers))
+        before = list(accumulate(costs, initial=0.0))
         rows = [min(((max(slowest[first], (before[end] - before[first]) * weight), first) for first in range(end)),
                     default=(inf, 0)) for end in range(len(before))]
         slowest, firsts = [row[0] for row in rows], [row[1] for row in rows]

@@ -4,6 +4,7 @@ Counting: 2 FLOPs per weight and token, attention as in `LayerSpec.forward_flops
 With dense attention the sums are the formulas of https://arxiv.org/abs/2104.04473 (72 and 96 B s L h^2 ...).
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from raytrain3d.config import JobConfig
@@ -33,6 +34,13 @@ class LayerCost:
                          backward_input=self.backward_input + other.backward_input,
                          backward_weight=self.backward_weight + other.backward_weight)
 
+    def repeating(self, share: float) -> "LayerCost":
+        """With so much of the forward computed again before the backward."""
+        if not share:
+            return self
+        return LayerCost(forward=self.forward, backward_input=self.backward_input + share * self.forward,
+                         backward_weight=self.backward_weight)
+
     def __mul__(self, factor: float) -> "LayerCost":
         return LayerCost(forward=self.forward * factor, backward_input=self.backward_input * factor,
                          backward_weight=self.backward_weight * factor)
@@ -41,42 +49,38 @@ class LayerCost:
 NO_COST = LayerCost(forward=0.0, backward_input=0.0, backward_weight=0.0)
 
 
-def layer_flops(layer: LayerSpec, sequence: int, *, recompute: bool = False, causal: bool = True) -> LayerCost:
-    """FLOPs of one sample through one layer, over all tensor ranks.
+def layer_flops(layer: LayerSpec, sequence: int, *, causal: bool = True) -> LayerCost:
+    """FLOPs of one sample through one layer, over all tensor ranks, without recompute.
 
-    The backward costs a forward for the input gradient, another for the weight gradient (a frozen layer saves it), and
-    a third when the layer is recomputed.
+    The backward costs a forward for the input gradient and another for the weight gradient (a frozen layer saves it).
     """
     forward = layer.forward_flops(sequence, causal=causal)
-    return LayerCost(forward=forward, backward_input=(1 + recompute) * forward,
-                     backward_weight=0.0 if layer.frozen else forward)
+    return LayerCost(forward=forward, backward_input=forward, backward_weight=0.0 if layer.frozen else forward)
 
 
 def layer_costs(config: JobConfig, spec: ModelSpec) -> tuple[LayerCost, ...]:
-    """FLOPs of one sample by layer, as this job computes them. Recompute covers every layer, the head too.
+    """FLOPs of one sample by layer, without recompute.
 
     The embedding multiplies nothing; it gets one FLOP per element that it looks up, so that no layer is free. A head that
-    goes through its tokens in chunks makes all gradients in its forward, under recompute in the second one.
+    goes through its tokens in chunks makes all gradients in its forward.
     """
-    sequence, recompute = config.train.sequence, config.train.recompute == "full"
+    sequence = config.train.sequence
     lookup = float(sequence * config.model.hidden)
 
     def cost(layer: LayerSpec) -> LayerCost:
-        flops = layer_flops(layer, sequence, recompute=recompute)
+        flops = layer_flops(layer, sequence)
         if layer.kind == "embedding":
             return LayerCost(forward=lookup, backward_input=lookup, backward_weight=0.0)
-        if layer.kind != "head" or config.train.loss_chunk is None:
-            return flops
-        if recompute:
-            return LayerCost(forward=flops.forward, backward_input=flops.backward, backward_weight=0.0)
-        return LayerCost(forward=flops.total, backward_input=lookup, backward_weight=0.0)
+        if layer.kind == "head" and config.train.loss_chunk is not None:
+            return LayerCost(forward=flops.total, backward_input=lookup, backward_weight=0.0)
+        return flops
 
     return tuple(map(cost, spec.layers))
 
 
-def stage_cost(costs: tuple[LayerCost, ...], layers: range) -> LayerCost:
-    """Sum over the layers of a stage."""
-    return sum((costs[i] for i in layers), NO_COST)
+def stage_cost(costs: Sequence[LayerCost], layers: range, repeated: Callable[[int], float] = lambda layer: 0.0) -> LayerCost:
+    """Sum over the layers of a stage. repeated: share of a layer's forward that is computed again."""
+    return sum((costs[i].repeating(repeated(i)) for i in layers), NO_COST)
 
 
 def op_cost(op: Op, stages: tuple[LayerCost, ...]) -> float:

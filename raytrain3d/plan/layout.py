@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from raytrain3d.config import JobConfig
@@ -11,6 +12,7 @@ from raytrain3d.plan.memory import Memory, local_parameters, missing_memory, ran
 from raytrain3d.plan.params import ModelSpec
 from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.program import Programs, programs_for
+from raytrain3d.plan.recompute import repeats
 from raytrain3d.plan.simulate import Timeline, simulate
 from raytrain3d.plan.splits import partition
 from raytrain3d.plan.table import schedule_name, size
@@ -92,6 +94,8 @@ def lay_out(config: JobConfig, spec: ModelSpec, num_micro_batches: int, measured
     workload = Workload(schedule=schedule, num_ranks=config.mesh.pipeline, chunks=chunks, shares=(num_micro_batches,),
                         costs=measured or layer_costs(config, spec), slowdowns=((1.0,) * config.mesh.pipeline,),
                         excess=missing_memory(config, spec, programs))
+    if measured is None:  # measured backwards contain what was computed again
+        workload = replace(workload, repeated=repeats(config, spec))
     stages = partition(config, spec, workload)
     costs = rank_costs(config, spec, stages)
     return Layout(schedule=schedule, chunks=chunks, workload=workload, stages=stages, costs=costs, programs=programs,
@@ -101,8 +105,9 @@ def lay_out(config: JobConfig, spec: ModelSpec, num_micro_batches: int, measured
 
 def rank_costs(config: JobConfig, spec: ModelSpec, stages: Stages) -> tuple[LayerCost, ...]:
     """FLOPs of one micro-batch by stage, on one rank."""
-    layers, factor = layer_costs(config, spec), config.train.micro_batch / config.mesh.tensor
-    return tuple(stage_cost(layers, range(*stage)) * factor for stage in stages)
+    costs, factor = layer_costs(config, spec), config.train.micro_batch / config.mesh.tensor
+    return tuple(stage_cost(costs, range(*layers), partial(repeats(config, spec), stage)) * factor
+                 for stage, layers in enumerate(stages))
 
 
 def _estimates(config: JobConfig, spec: ModelSpec, stages: Stages, costs: tuple[LayerCost, ...], programs: Programs,
@@ -147,7 +152,8 @@ def _resolved(config: JobConfig) -> Iterator[JobConfig]:
     if pipeline.schedule != "auto":
         yield config
         return
-    wanted = pipeline.chunks or (len(pipeline.layers) // ranks if pipeline.layers is not None else None)
+    given = pipeline.layers or pipeline.recompute  # one for each stage
+    wanted = pipeline.chunks or (len(given) // ranks if given is not None else None)
     for schedule, tried in SCHEDULE_CHUNKS:
         numbers = (wanted,) if wanted is not None and wanted > 1 and schedule in ANY_CHUNKS else tried
         for chunks in numbers:
@@ -170,8 +176,15 @@ def _savers(config: JobConfig) -> Iterator[str]:
     train, mesh, pipeline = config.train, config.mesh, config.pipeline
     if pipeline.schedule != "auto":
         yield "pipeline.schedule auto"
-    if train.recompute == "none":
+    if pipeline.recompute is not None:
+        if set(pipeline.recompute) != {"full"}:
+            yield "pipeline.recompute full on more stages"
+    elif train.recompute != "full":
         yield "train.recompute full"
+    if train.recompute_every > 1:
+        yield "train.recompute_every 1"
+    if mesh.tensor > 1 and not train.sequence_parallel:
+        yield "train.sequence_parallel true"
     if train.sharding == "none" and mesh.data > 1:
         yield "train.sharding optimizer"
     if train.micro_batch > 1:

@@ -36,12 +36,18 @@ class RankTimes:
     """Input gradients of split backwards, whole backwards else."""
     weight: Mapping[int, float] = field(default_factory=dict)
     """Weight gradients of split backwards."""
+    repeated: Mapping[int, float] = field(default_factory=dict)
+    """Share of the forward that is computed again within the backward. Absent: nothing."""
 
     def layers(self) -> dict[int, LayerCost]:
-        """Of one micro-batch, by layer. A backward that is not split is all input gradient: its parts are one op."""
-        return {layer: LayerCost(forward=forward, backward_input=self.backward.get(layer, 0.0),
+        """Of one micro-batch, by layer, without recompute. A backward that is not split is all input gradient: its parts are
+        one op."""
+        return {layer: LayerCost(forward=forward, backward_input=self._backward_alone(layer, forward),
                                  backward_weight=self.weight.get(layer, 0.0)) * (1 / self.num_micro_batches)
                 for layer, forward in self.forward.items()}
+
+    def _backward_alone(self, layer: int, forward: float) -> float:
+        return max(0.0, self.backward.get(layer, 0.0) - self.repeated.get(layer, 0.0) * forward)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ state (`kind="tied"`, index blocks + 2) that the stages of embedding and head bo
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from raytrain3d.config import ModelConfig, TrainConfig
@@ -134,7 +134,7 @@ class ModelSpec:
 
 
 def model_spec(model: ModelConfig, train: TrainConfig, tensor: int) -> ModelSpec:
-    """The manifest of `model`. `tensor` only decides which parameters have partial gradients."""
+    """The manifest of `model`. `tensor` and sequence parallelism only decide which parameters have partial gradients."""
     vocabulary = (model.vocabulary, model.hidden)
     table = ParamSpec(name="tokens.weight", shape=vocabulary, split=0, decay=False, multiple=model.vocabulary_multiple)
     embedding = [] if model.tied_embeddings else [table]
@@ -145,13 +145,16 @@ def model_spec(model: ModelConfig, train: TrainConfig, tensor: int) -> ModelSpec
     if not model.tied_embeddings:
         head.append(ParamSpec(name="output.weight", shape=vocabulary, split=0, multiple=model.vocabulary_multiple))
     block = _block(model, tensor)
+    if train.sequence_parallel and tensor > 1:  # what every rank holds it applies to its part of the sequence
+        embedding, block, head = ([param if param.split is not None else replace(param, partial=True) for param in layer]
+                                  for layer in (embedding, block, head))
     frozen = model.frozen_layers()
     last = model.blocks + 1
     block_matmul = sum(p.size for p in block if len(p.shape) == 2)
     width = model.heads * model.size_of_head
     layers = (
         LayerSpec(index=0, name="embedding", kind="embedding", params=tuple(embedding), frozen=0 in frozen),
-        *(LayerSpec(index=i, name=f"blocks.{i - 1}", kind="block", params=block, frozen=i in frozen,
+        *(LayerSpec(index=i, name=f"blocks.{i - 1}", kind="block", params=tuple(block), frozen=i in frozen,
                     matmul_parameters=block_matmul, attention_width=width) for i in range(1, last)),
         LayerSpec(index=last, name="head", kind="head", params=tuple(head), frozen=last in frozen,
                   matmul_parameters=model.vocabulary * model.hidden),
@@ -178,7 +181,7 @@ def _linear(name: str, rows: int, columns: int, split: int | None, *, bias: bool
                               initial="zeros", partial=partial)]
 
 
-def _block(model: ModelConfig, tensor: int) -> tuple[ParamSpec, ...]:
+def _block(model: ModelConfig, tensor: int) -> list[ParamSpec]:
     gpt2 = model.family == "gpt2"
     hidden, width = model.hidden, model.heads * model.size_of_head
     kv_width = model.num_kv_heads * model.size_of_head
@@ -199,7 +202,7 @@ def _block(model: ModelConfig, tensor: int) -> tuple[ParamSpec, ...]:
         params += _linear("mlp.gate", model.feed_forward, hidden, 0, bias=False)
     params += _linear("mlp.up", model.feed_forward, hidden, 0, bias=gpt2)
     params += _linear("mlp.down", hidden, model.feed_forward, 1, bias=gpt2, initial="residual")
-    return tuple(params)
+    return params
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from raytrain3d.plan.mesh import Mesh
 from raytrain3d.plan.params import model_spec
 from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.placement import Bundle, tensor_group_bundle
+from raytrain3d.plan.recompute import describe
 from raytrain3d.plan.simulate import idle_of_wall
 from raytrain3d.plan.splits import NamedSplit, compared
 from raytrain3d.plan.table import plan_table
@@ -51,6 +52,8 @@ class Plan:
     dtype: str
     sharding: str
     recompute: str
+    """For people."""
+    sequence_parallel: bool
     num_parameters: int
     """Of the whole model, a tied weight once, padding left out."""
     estimates: tuple[RankEstimate, ...]
@@ -133,8 +136,8 @@ def make_plan(config: JobConfig, *, device: str = "cpu", measured: Costs | None 
         device=device,
         bundle=tensor_group_bundle(mesh, device=device, cpus_per_rank=config.placement.cpus_per_rank),
         micro_batch=train.micro_batch, sequence=train.sequence, dtype=train.dtype, sharding=train.sharding,
-        recompute=train.recompute, num_parameters=spec.num_parameters, estimates=chosen.estimates,
-        candidates=candidates, idle_share=idle, idle_of_ideal=idle / (1 - idle),
+        recompute=describe(config), sequence_parallel=train.sequence_parallel, num_parameters=spec.num_parameters,
+        estimates=chosen.estimates, candidates=candidates, idle_share=idle, idle_of_ideal=idle / (1 - idle),
     )
 
 

@@ -14,7 +14,6 @@ from itertools import pairwise
 from raytrain3d.config import RebalanceConfig
 from raytrain3d.errors import PlanError
 from raytrain3d.plan.balance import best_shares, best_stages
-from raytrain3d.plan.cost import stage_cost
 from raytrain3d.plan.moves import moves
 from raytrain3d.plan.partition import Stages, counts_text
 from raytrain3d.plan.table import counted
@@ -234,7 +233,7 @@ def _as_it_was(then: Workload, now: Workload, split: Split) -> bool:
 
 def _rank_times(workload: Workload, split: Split) -> list[float]:
     """Of one micro-batch, by replica and stage."""
-    costs = [stage_cost(workload.costs, range(*layers)).total for layers in split.stages]
+    costs = [workload.stage_cost(stage, layers).total for stage, layers in enumerate(split.stages)]
     return [costs[stage] * slowdowns[rank] for slowdowns in workload.slowdowns
             for stage, rank in enumerate(workload.placement)]
 

@@ -109,24 +109,28 @@ CHANGES: dict[Kind, tuple[tuple[Kind, int], ...]] = {
 """Compute op -> (last op done, how many micro-batches more)."""
 
 
-def held_at_peak(ops: Iterable[Op], size: Callable[[int, Kind], float]) -> Held:
-    """What one rank holds when it holds most; nothing in a program without backwards, which keeps nothing.
+def held_at_peak(ops: Iterable[Op], size: Callable[[int, Kind], float],
+                 passing: Callable[[Op], float] = lambda op: 0.0) -> tuple[Held, Op | None]:
+    """What one rank holds when it holds most, and the op within which that is, if it is within one; nothing in a program
+    without backwards, which keeps nothing.
 
-    size: what one micro-batch of a stage holds after F, or after I.
+    size: what one micro-batch of a stage holds after F, or after I. passing: what is held within an op only.
     """
-    held, most = Held(), Held()
+    held, most, during = Held(), Held(), None
     now = peak = 0.0
     training = False
     for op in ops:
+        if now + passing(op) > peak:
+            most, during, peak = held.copy(), op, now + passing(op)
         for after, count in CHANGES.get(op.kind, ()):
             held[op.stage, after] += count
             now += count * size(op.stage, after)
             training = training or count < 0
         if now > peak:
-            most, peak = held.copy(), now
-    return +most if training else Held()
+            most, during, peak = held.copy(), None, now
+    return (+most, during) if training else (Held(), None)
 
 
 def peak_in_flight(ops: Iterable[Op]) -> int:
     """Most micro-batches, of one stage each, that a rank holds at a time."""
-    return held_at_peak(ops, lambda stage, kind: 1).total()
+    return held_at_peak(ops, lambda stage, kind: 1)[0].total()

@@ -34,12 +34,13 @@ def _summary(plan: "Plan") -> list[tuple[str, str]]:
     per_replica = str(shares[0]) if min(shares) == max(shares) else f"{min(shares)} to {max(shares)}"
     axes = f"data {mesh.data} x pipeline {mesh.pipeline} x tensor {mesh.tensor}"
     samples = counted(sum(shares) * plan.micro_batch, "sample")
+    divided = ", sequence parallel" if plan.sequence_parallel else ""
     micro_batches = f"{counted(sum(shares), 'micro-batch')} of {counted(plan.micro_batch, 'sample')}"
     return [
         ("mesh", f"{axes} = {counted(mesh.size, 'rank')} on {plan.device}"),
         ("placement", f"{counted(mesh.data, 'gang')}, {counted(mesh.pipeline, 'bundle')} of {plan.bundle} each"),
         ("model", f"{amount(plan.num_parameters)} parameters, {plan.num_layers} layers"),
-        ("state", f"{plan.dtype}, sharding {plan.sharding}, recompute {plan.recompute}"),
+        ("state", f"{plan.dtype}, sharding {plan.sharding}, recompute {plan.recompute}{divided}"),
         ("batch", f"{samples} of {counted(plan.sequence, 'token')} = {plan.tokens_per_step:,} tokens a step"),
         ("", f"{micro_batches}, {per_replica} a replica"),
         ("schedule", f"{'auto: ' if plan.candidates else ''}{_schedule(plan)}"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 from raytrain3d.errors import PlanError
@@ -26,7 +27,9 @@ class Workload:
     shares: tuple[int, ...]
     """Micro-batches by replica."""
     costs: tuple[LayerCost, ...]
-    """By layer: seconds of one micro-batch on a rank of slowdown 1."""
+    """By layer: seconds of one micro-batch on a rank of slowdown 1, without recompute."""
+    repeated: Callable[[int, int], float] = lambda stage, layer: 0.0
+    """(stage, layer) -> share of the layer's forward that is computed again there."""
     slowdowns: tuple[tuple[float, ...], ...]
     """By replica and pipeline rank: 1 is normal, 1.5 half again as slow."""
     hop_s: float = 0.0
@@ -55,6 +58,11 @@ class Workload:
     def placement(self) -> tuple[int, ...]:
         """Stage -> pipeline rank."""
         return compiled(self.schedule, self.num_ranks, 0, self.chunks).placement
+
+
+    def stage_cost(self, stage: int, layers: tuple[int, int]) -> LayerCost:
+        """Seconds of one micro-batch if `stage` has the layers from the first to before the second."""
+        return stage_cost(self.costs, range(*layers), partial(self.repeated, stage))
 
 
 def step_time(workload: Workload, stages: Stages) -> float:
@@ -116,6 +124,6 @@ class Replica:
             if key not in self._known:
                 stage, layers = key
                 slowdown = self._slowdowns[self._program.placement[stage]]
-                self._known[key] = stage_seconds(stage_cost(self._workload.costs, range(*layers)), slowdown)
+                self._known[key] = stage_seconds(self._workload.stage_cost(stage, layers), slowdown)
             seconds += self._known[key]
         return [*seconds, 0.0]

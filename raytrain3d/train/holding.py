@@ -15,6 +15,7 @@ from raytrain3d.parallel.tensor import apply_tensor_parallelism
 from raytrain3d.plan.mesh import Coordinate
 from raytrain3d.plan.params import LayerSpec, ModelSpec
 from raytrain3d.plan.plan import Plan
+from raytrain3d.plan.recompute import recompute_kind
 
 
 LayerBuilder = Callable[[ModelConfig, Iterable[int]], dict[int, Layer]]
@@ -42,15 +43,15 @@ class Holding:
     def connect(self, tensor: Group) -> None:
         """`tensor` is the group that this rank divides its layers with."""
         self._tensor_group = tensor
-        for layer in self.layers.values():
-            apply_tensor_parallelism(layer, tensor, heads=self._config.model.heads)
+        for layer in self.layers:
+            self._divide(layer, tensor)
 
     def take(self, layer: int) -> LayerState:
         """Add a layer, without values, that belongs to no stage until `keep`."""
         self.states[layer] = state = self._new_state(self._spec.layers[layer])
         self._build(layer)
         if self._tensor_group is not None:
-            apply_tensor_parallelism(self.layers[layer], self._tensor_group, heads=self._config.model.heads)
+            self._divide(layer, self._tensor_group)
         return state
 
     def keep(self, plan: Plan) -> None:
@@ -59,9 +60,15 @@ class Holding:
         kept = {state.index for state in self._spec.states_of(layers)}
         self.states = {index: state for index, state in sorted(self.states.items()) if index in kept}
         self.layers = {index: self.layers[index] for index in layers}
-        self.stages = {stage: Stage({layer: self.layers[layer] for layer in plan.layers_of(stage)},
-                                    is_first=stage == 0, is_last=stage == len(plan.stages) - 1)
-                       for stage in plan.stages_of(self._at.pipeline)}
+        self.stages = {stage: self._stage(plan, stage) for stage in plan.stages_of(self._at.pipeline)}
+
+    def _stage(self, plan: Plan, stage: int) -> Stage:
+        layers = {layer: self.layers[layer] for layer in plan.layers_of(stage)}
+        kinds = {layer: recompute_kind(self._config, self._spec.layers[layer], stage) for layer in layers}
+        for layer, module in layers.items():
+            module.recompute_attention = kinds[layer] == "selective"
+        return Stage(layers, is_first=stage == 0, is_last=stage == len(plan.stages) - 1,
+                     recompute=frozenset(layer for layer, kind in kinds.items() if kind == "full"))
 
     def trained(self) -> list[LayerState]:
         return [state for state in self.states.values() if not state.spec.frozen]
@@ -83,6 +90,10 @@ class Holding:
 
     def _new_state(self, state: LayerSpec) -> LayerState:
         return LayerState(state, self._config, self._mesh, self._at, self._device)
+
+    def _divide(self, layer: int, tensor: Group) -> None:
+        apply_tensor_parallelism(self.layers[layer], tensor, heads=self._config.model.heads,
+                                 sequence_parallel=self._config.train.sequence_parallel)
 
     def _build(self, index: int) -> None:
         (layer,) = self._build_layers(self._config.model, [index]).values()

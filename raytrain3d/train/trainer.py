@@ -57,7 +57,7 @@ class Trainer:
         self._spec = model_spec(config.model, config.train, plan.mesh.tensor)
         self._loader = loader or Loader(config, plan, self._at.data)
         self._holding = Holding(config, self._spec, plan, self._at, self._device, build)
-        self._buffers = Buffers((config.train.micro_batch, config.train.sequence, config.model.hidden),
+        self._buffers = Buffers((config.train.micro_batch, config.residual_sequence, config.model.hidden),
                                 DTYPES[config.train.dtype], self._device)
         self._groups: Groups | None = None
         self._run: PipelineRun | None = None
@@ -306,8 +306,7 @@ class Trainer:
                                    self._at.pipeline, training=step is not None)
         mail = Mail(self._connected.channels, program, self._buffers)
         self._run = PipelineRun(self._holding.stages, mail, Feed(tokens, arguments), put_off=put_off,
-                                clock=clock_for(self._device), recompute=config.train.recompute == "full",
-                                offload=config.train.offload_activations,
+                                clock=clock_for(self._device), offload=config.train.offload_activations,
                                 layer_done=reduction.ready if reduction is not None else lambda layer: None,
                                 slowdown=self._slowdown(step))
         self._run.execute(program)

@@ -63,7 +63,7 @@ def run(layers: dict[int, nn.Module], *kinds: Kind, layer_done: Callable[[int], 
     post = Post()
     feed = Feed(tokens=lambda i: torch.ones(1, 2, 3), arguments=lambda i, layer: ())
     pipeline = PipelineRun({1: Stage(layers, is_first=False, is_last=False)}, post, feed,  # type: ignore[arg-type]
-                           recompute=False, put_off=put_off, layer_done=layer_done, clock=HostClock())
+                           put_off=put_off, layer_done=layer_done, clock=HostClock())
     pipeline.execute(RankProgram(ops=tuple(Op(kind, 1, 0) for kind in kinds), channels={}, arrivals={}, delivered={}))
     return pipeline, post
 

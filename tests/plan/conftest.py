@@ -22,7 +22,7 @@ def job() -> Callable[..., JobConfig]:
         sections = {}
         for name, section in (("model", ModelConfig), ("mesh", MeshConfig), ("pipeline", PipelineConfig),
                               ("train", TrainConfig)):
-            own = {f.name for f in fields(section)} - ({"pipeline"} if name == "pipeline" else set())
+            own = {f.name for f in fields(section)} - ({"recompute"} if name == "pipeline" else set())
             picked = {key: changes.pop(key) for key in list(changes) if key in own}
             sections[name] = replace(getattr(SMALL, name), **picked)
         assert not changes, f"no such fields: {changes}"

@@ -14,6 +14,7 @@ from raytrain3d.plan.cost import (
     stage_cost,
 )
 from raytrain3d.plan.params import ModelSpec, model_spec
+from raytrain3d.plan.recompute import repeated_share
 from raytrain3d.plan.schedule import Kind, Op
 
 Job = Callable[..., JobConfig]
@@ -40,7 +41,7 @@ def test_flops_of_an_iteration(job: Job, billions: str) -> None:
     """96 B s L h^2 (1 + s / 6h + V / 16Lh) with blocks recomputed, 72 B s L h^2 (1 + s / 6h + V / 12Lh) without."""
     h, layers, heads, _, batch, _, _ = TABLE_1[billions]
     spec = gpt(job, h, layers, heads)
-    recomputed = sum(layer_flops(layer, SEQUENCE, recompute=layer.kind == "block", causal=False).total
+    recomputed = sum(layer_flops(layer, SEQUENCE, causal=False).repeating(layer.kind == "block").total
                      for layer in spec.layers)
     assert batch * recomputed == pytest.approx(
         96 * batch * SEQUENCE * layers * h**2 * (1 + SEQUENCE / (6 * h) + VOCABULARY / (16 * layers * h)), rel=1e-12)
@@ -66,7 +67,7 @@ def test_backward_is_two_forwards_three_with_recompute_one_when_frozen(job: Job)
     """Input gradient and weight gradient cost a forward each; the forward again goes with the input gradient."""
     def ratios(recompute: bool, freeze: tuple[str, ...] = ()) -> tuple[float, float]:
         config = job(freeze=freeze)
-        cost = layer_flops(model_spec(config.model, config.train, 1).layers[1], 32, recompute=recompute)
+        cost = layer_flops(model_spec(config.model, config.train, 1).layers[1], 32).repeating(recompute)
         assert cost.total == cost.forward + cost.backward == cost.forward + cost.backward_input + cost.backward_weight
         return cost.backward_input / cost.forward, cost.backward_weight / cost.forward
 
@@ -89,10 +90,11 @@ def test_embedding_costs_next_to_nothing_but_not_nothing(job: Job) -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_loss_in_chunks_makes_all_gradients_of_the_head_in_its_forward(job: Job, recompute: str) -> None:
-    """In the second one under recompute. It costs what it costs otherwise."""
+    """It costs what it costs otherwise, and is never computed again."""
     config, whole = job(recompute=recompute), job(recompute=recompute, loss_chunk=None)
     spec = model_spec(config.model, config.train, 1)
     head, other = (layer_costs(each, spec)[-1] for each in (config, whole))
     assert head.total == pytest.approx(other.total, rel=1e-2)
     assert head.backward_weight == 0
-    assert head.forward == (other.forward if recompute == "full" else other.total)
+    assert head.forward == other.total
+    assert repeated_share(config, spec.layers[-1], 0) == 0

@@ -53,6 +53,15 @@ def test_split_backward() -> None:
     assert estimate(measured).costs == (LayerCost(forward=1.0, backward_input=3.0, backward_weight=2.0),)
 
 
+def test_what_is_computed_again_is_no_cost_of_the_layer() -> None:
+    """It depends on where the layer lives."""
+    measured = Measured(Mesh(), FLOPS[:2])
+    for _ in range(10):
+        measured.add([RankTimes(rank=0, num_micro_batches=2, forward={0: 2.0, 1: 2.0}, backward={0: 6.0, 1: 4.0},
+                                repeated={0: 1.0, 1: 0.0})], 1.0)
+    assert estimate(measured).costs == (LayerCost(forward=1.0, backward_input=2.0, backward_weight=0.0),) * 2
+
+
 def test_nothing_is_known_at_first() -> None:
     assert measure([]).estimate() is None
     measured = measure([(1.0, 1.0)] * (2 * RECENT - 1))

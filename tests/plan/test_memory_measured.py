@@ -62,7 +62,6 @@ def test_put_off_weight_gradients_of_a_block_keep_no_more_than_its_activations(
     out = layer(torch.randn(BATCH, SEQUENCE, 128, requires_grad=True), None)
     with put_off() as owed:
         torch.autograd.backward(out, torch.ones_like(out))
-    kept = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for _, *product in owed._products for tensor in product}
+    kept = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in owed.kept()}
     estimate = activation_bytes_per_token(spec, config.model, dtype="fp32", sequence=SEQUENCE, tensor=1)
     assert 0.7 <= sum(kept.values()) / (BATCH * SEQUENCE * estimate) <= 1

@@ -104,7 +104,7 @@ def test_critical_path_of_two_micro_batches() -> None:
 
 
 def peak(ops: str, size: Callable[[int, Kind], float]) -> Held:
-    return held_at_peak([parse_op(op) for op in ops.split()], size)
+    return held_at_peak([parse_op(op) for op in ops.split()], size)[0]
 
 
 @pytest.mark.parametrize(("ops", "held"), [
@@ -117,6 +117,14 @@ def peak(ops: str, size: Callable[[int, Kind], float]) -> Held:
 def test_held_from_forward_to_the_whole_backward(ops: str, held: dict[tuple[int, str], int]) -> None:
     """After I an activation waits for its W; without backwards nothing is kept."""
     assert peak(ops, lambda stage, after: 1) == held
+
+
+def test_peak_may_be_within_an_op() -> None:
+    ops = [parse_op(op) for op in ["0F0", "0F1", "0B0", "0B1"]]
+    held, during = held_at_peak(ops, lambda stage, after: 1, lambda op: 2 if op == ops[3] else 0)
+    assert (held, during) == ({(0, "F"): 1}, ops[3])
+    assert held_at_peak(ops, lambda stage, after: 1, lambda op: 0.5 if op == ops[3] else 0) == ({(0, "F"): 2}, None)
+    assert held_at_peak(ops[:2], lambda stage, after: 1, lambda op: 1) == ({}, None)
 
 
 def test_peak_is_where_the_sum_of_sizes_is_most() -> None:

@@ -115,4 +115,5 @@ class JobRunner:
 def unsharded(config: JobConfig) -> JobConfig:
     """The same job on one rank, one micro-batch at a time, with the loss from whole logits."""
     return replace(config, mesh=MeshConfig(), pipeline=PipelineConfig(),
-                   train=replace(config.train, sharding="none", recompute="none", micro_batch=1, loss_chunk=None))
+                   train=replace(config.train, sharding="none", recompute="none", sequence_parallel=False, micro_batch=1,
+                                 loss_chunk=None))

@@ -126,8 +126,9 @@ MESHES = [(data, pipeline, tensor) for tensor in (1, 2, 4, 8) for pipeline in (1
           if 1 < data * pipeline * tensor <= 8]
 FACTORS: dict[str, Sequence[Any]] = {
     "mesh": MESHES, "family": ("llama", "gpt2"), "tied": (False, True), "schedule": ("1f1b", "gpipe"),
-    "uneven": (False, True), "sharding": ("none", "optimizer"), "recompute": ("none", "full"), "dropout": (0.0, 0.1),
-    "micro_batch": (1, 2), "loss_chunk": (7, None), "dtype": ("fp64", "fp32"),
+    "uneven": (False, True), "sharding": ("none", "optimizer"), "recompute": ("none", "selective", "full"),
+    "sequence_parallel": (False, True), "dropout": (0.0, 0.1), "micro_batch": (1, 2), "loss_chunk": (7, None),
+    "dtype": ("fp64", "fp32"),
 }
 Case = dict[str, Any]
 
@@ -136,8 +137,8 @@ def applies(case: Case) -> bool:
     """Leaves out cases that are another case under a different name, and dropout beyond two tensor ranks."""
     data, pipeline, tensor = case["mesh"]
     return not ((pipeline == 1 and (case["schedule"] != "1f1b" or case["uneven"]))
-                or (data == 1 and case["sharding"] != "none") or (case["dropout"] and tensor > 2)
-                or (case["micro_batch"] == 2 and not case["dropout"]))
+                or (data == 1 and case["sharding"] != "none") or (tensor == 1 and case["sequence_parallel"])
+                or (case["dropout"] and tensor > 2) or (case["micro_batch"] == 2 and not case["dropout"]))
 
 
 def all_cases() -> list[Case]:
@@ -168,7 +169,7 @@ def pairwise_cases() -> list[Case]:
 
 def case_name(case: Case) -> str:
     data, pipeline, tensor = case["mesh"]
-    flags = [name for name in ("tied", "uneven") if case[name]]
+    flags = [name for name in ("tied", "uneven", "sequence_parallel") if case[name]]
     return "-".join([f"{data}x{pipeline}x{tensor}", case["family"], case["schedule"], case["dtype"],
                      f"sharding_{case['sharding']}", f"recompute_{case['recompute']}",
                      f"dropout_{case['dropout']}x{case['micro_batch']}", f"loss_chunk_{case['loss_chunk']}", *flags])
@@ -184,5 +185,6 @@ def case_job(case: Case) -> JobConfig:
              "dropout": case["dropout"], "attention_dropout": case["dropout"]}
     config = small_job(model=model, mesh={"data": data, "pipeline": pipeline, "tensor": tensor},
                        pipeline={"schedule": case["schedule"], "layers": layers},
-                       train={key: case[key] for key in ("sharding", "recompute", "micro_batch", "loss_chunk", "dtype")})
+                       train={key: case[key] for key in ("sharding", "recompute", "sequence_parallel", "micro_batch",
+                                                       "loss_chunk", "dtype")})
     return replace(config, evaluate=replace(config.evaluate, samples=4))

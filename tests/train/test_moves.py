@@ -75,12 +75,15 @@ def random_splits(seed: int, num_layers: int, num_stages: int) -> dict[int, Stag
 
 
 def check_moves(run: JobRunner, mesh: tuple[int, int, int], schedule: str, sharding: str, *, seed: int = 0,
-                model: dict[str, Any] | None = None, train: dict[str, Any] | None = None) -> None:
+                model: dict[str, Any] | None = None, train: dict[str, Any] | None = None,
+                recompute: tuple[str, ...] | None = None) -> None:
+    """recompute: by stage."""
     data, pipeline, tensor = mesh
     shape = {"blocks": 8, "hidden": 16, "heads": 4, "feed_forward": 24, "dropout": 0.1, **(model or {})}
-    config = small_job(mesh={"data": data, "pipeline": pipeline, "tensor": tensor}, pipeline={"schedule": schedule},
-                       model=shape, train={"steps": STEPS, "global_batch": 2 * data + 1, "dtype": "fp32",
-                                           "sharding": sharding if data > 1 else "none", **(train or {})})
+    config = small_job(mesh={"data": data, "pipeline": pipeline, "tensor": tensor},
+                       pipeline={"schedule": schedule, "recompute": recompute}, model=shape,
+                       train={"steps": STEPS, "global_batch": 2 * data + 1, "dtype": "fp32",
+                              "sharding": sharding if data > 1 else "none", **(train or {})})
     stages = pipeline * config.pipeline.num_chunks
     splits = random_splits(seed, config.model.blocks + 2, stages)
     still = run.call(train_with_moves, config, {})
@@ -108,6 +111,11 @@ CASES = [
 def test_moves_change_nothing(mesh: tuple[int, int, int], schedule: str, sharding: str, model: dict[str, Any],
                               run_job: JobRunner) -> None:
     check_moves(run_job, mesh, schedule, sharding, model=model)
+
+
+def test_moves_change_nothing_between_stages_that_recompute_and_that_do_not(run_job: JobRunner) -> None:
+    check_moves(run_job, (1, 3, 2), "1f1b", "none", recompute=("full", "selective", "none"),
+                train={"sequence_parallel": True}, model={"attention_dropout": 0.1})
 
 
 def test_moves_change_nothing_where_kernels_differ_by_size(run_job: JobRunner) -> None:

@@ -37,6 +37,23 @@ def test_two_runs_are_equal_to_the_bit(run_job: JobRunner, dtype: str) -> None:
         assert all(torch.equal(values, same_buffers[name]) for name, values in buffers.items())
 
 
+DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
+
+
+@pytest.mark.parametrize(("model", "dtype"), [({}, "bf16"), ({**DROPOUT, "family": "gpt2", "kv_heads": 8}, "fp32")],
+                         ids=["llama-bf16", "gpt2-dropout-fp32"])
+def test_recompute_changes_no_bit(run_job: JobRunner, model: dict[str, Any], dtype: str) -> None:
+    plain = small_job(mesh={"pipeline": 2, "tensor": 2}, pipeline={"layers": (3, 2)}, model=model,
+                      train={"dtype": dtype, "steps": 5})
+    expected = run_job(plain, 3, after=every_buffer)
+    for pipeline, train in (({}, {"recompute": "selective"}), ({}, {"recompute": "full"}),
+                            ({}, {"recompute": "full", "recompute_every": 2}), ({"recompute": ("full", "selective")}, {})):
+        config = replace(plain, pipeline=replace(plain.pipeline, **pipeline), train=replace(plain.train, **train))
+        for (reports, buffers), (same_reports, same) in zip(expected, run_job(config, 3, after=every_buffer), strict=True):
+            assert losses(reports) == losses(same_reports)
+            assert all(torch.equal(values, same[name]) for name, values in buffers.items())
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_initial_weights_are_the_same_under_every_layout(run_job: JobRunner, tied: bool) -> None:
     config = small_job(model={"tied_embeddings": tied, "kv_heads": 2, "qk_norm": True})
@@ -77,7 +94,9 @@ def half_run(config: JobConfig, plan: Plan, rank: int, port: int, generation: in
     {"mesh": MESHES[0], "train": {"dtype": "bf16", "sharding": "optimizer"}, "model": {"tied_embeddings": True}},
     {"mesh": MESHES[0], "train": {"dtype": "fp32"}, "model": {"dropout": 0.1, "kv_heads": 1}},
     {"mesh": {"data": 3, "pipeline": 2}, "train": {"dtype": "fp32", "sharding": "optimizer"}, "model": {}},
-], ids=["bf16-sharded-tied", "fp32-dropout-kv1", "fp32-sharded-3x2"])
+    {"mesh": MESHES[0], "train": {"dtype": "fp32", "sequence_parallel": True, "recompute": "selective"},
+     "model": {"family": "gpt2", "kv_heads": 8, "dropout": 0.1}},
+], ids=["bf16-sharded-tied", "fp32-dropout-kv1", "fp32-sharded-3x2", "fp32-sequence-parallel"])
 def test_a_resumed_run_equals_an_unbroken_one_to_the_bit(run_job: JobRunner, tmp_path: Path, changes: Any) -> None:
     config = small_job(**changes)
     unbroken = run_job(config, 10, after=every_buffer)
@@ -93,9 +112,10 @@ def test_a_resumed_run_equals_an_unbroken_one_to_the_bit(run_job: JobRunner, tmp
 
 def test_a_checkpoint_loads_under_another_layout(run_job: JobRunner, tmp_path: Path) -> None:
     """The later steps agree with the unbroken run of the first layout, within rounding."""
-    config = small_job(mesh=MESHES[0], train={"sharding": "optimizer"}, model={"tied_embeddings": True})
+    config = small_job(mesh=MESHES[0], train={"sharding": "optimizer", "sequence_parallel": True},
+                       model={"tied_embeddings": True})
     other = replace(config, mesh=replace(config.mesh, data=1, pipeline=3, tensor=1),
-                    train=replace(config.train, sharding="none"))
+                    train=replace(config.train, sharding="none", sequence_parallel=False, recompute="full"))
     directory = step_directory(str(tmp_path), 5)
     unbroken = run_job(config, 10)
     first = run_job.call(half_run, config, directory, False)
