@@ -117,7 +117,9 @@ def put_off() -> Iterator[WeightGradients]:
 
 class _Linears(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, enter: Seam, reduce: Seam, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        # Not named one by one: by their number torch.compile would take a call with two weights for one without ctx.
+        x, enter, reduce, *weights = inputs
         ctx.save_for_backward(x)
         ctx.weights, ctx.seams = weights, (enter, reduce)  # a saved weight may come back as another tensor, without `grad`
         whole = enter.start_forward(x)()
