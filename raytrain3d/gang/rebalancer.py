@@ -20,12 +20,12 @@ from raytrain3d.plan.mesh import Coordinate
 from raytrain3d.plan.moves import Shift, after, moves
 from raytrain3d.plan.partition import Stages, counts_of, counts_text, split_by_counts
 from raytrain3d.plan.plan import Plan
-from raytrain3d.plan.rebalance import Keep, Move, Revert
+from raytrain3d.plan.rebalance import CERTAINTY, Keep, Move, Revert
 from raytrain3d.plan.table import counted
 from raytrain3d.train.report import StepReport
 
 SLOW, NORMAL = 1.2, 1.1
-"""Slowdown from which a rank is named, and below which it is said to be as fast as others again."""
+"""Slowdown from which a rank is named, unless noise can feign it, and below which it is as fast as others again."""
 
 
 def decides(config: JobConfig) -> bool:
@@ -133,7 +133,7 @@ class Rebalancer:
             self._trial_end = step + RECENT if decision.is_trial else 0
 
     def _name_slow_ranks(self, step: int, estimate: Estimate) -> None:
-        slow, still = estimate.slow(SLOW), estimate.slow(NORMAL)
+        slow, still = estimate.slow(max(SLOW, 1 + CERTAINTY * estimate.noise)), estimate.slow(NORMAL)
         for place in sorted(slow.keys() - self._named):
             where, values = self._where(*place)
             self._journal.event("slow rank", step, f"{where} is {slow[place]:.2f} times as slow as others",
