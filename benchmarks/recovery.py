@@ -1,7 +1,7 @@
 """What a death costs: a rank of a 2x2x1 job on plain processes is killed, with and without a spare process waiting.
 
 Each round runs the job three times: with a spare, without, and ended by the death and started again from its checkpoint.
-From the kill to the end of the first step after it, on any rank. Beside it what recovery costs while nobody dies: the commit
+From the kill to the end of the next step. Beside it what recovery costs while nobody dies: the commit
 vector against an all-reduce of one number, which a norm needs anyway, and snapshots against the same job without. Prints one
 line of JSON.
 
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from common import Place, figure, ratios, spawn
-from mortal import MortalTrainer, PeriodicallyKilled
+from mortal import VICTIM, MortalTrainer, PeriodicallyKilled
 
 from raytrain3d.config import (CheckpointConfig, DataConfig, JobConfig, LearningRateConfig, MeshConfig, ModelConfig,
                                PlacementConfig, RebalanceConfig, RecoveryConfig, RunConfig, TrainConfig)
@@ -44,14 +44,13 @@ def job(directory: Path, name: str, **recovery: Any) -> JobConfig:
         recovery=RecoveryConfig(**recovery), rebalance=RebalanceConfig(mode="off"))
 
 
-def ends(config: JobConfig) -> list[float]:
-    """When steps ended, on all ranks."""
-    paths = Path(config.run.directory).glob("ends-*.txt")
-    return sorted(float(line) for path in paths for line in path.read_text().split())
+def ends(config: JobConfig, rank: int) -> list[float]:
+    """When steps ended on a rank."""
+    return [float(line) for line in (Path(config.run.directory) / f"ends-{rank}.txt").read_text().split()]
 
 
 def killed_and_recovered(config: JobConfig) -> float:
-    """Seconds from the kill to the next step that ended."""
+    """Seconds from the kill to the end of the next step, on the rank that was killed: all ranks do it together."""
     place = Path(config.run.directory)
     place.mkdir()
     (place / "kill").touch()
@@ -64,14 +63,14 @@ def killed_and_recovered(config: JobConfig) -> float:
     if config.recovery.deaths == 0:
         run()
     killed = float((place / "killed").read_text())
-    return min(end for end in ends(config) if end > killed) - killed
+    return min(end for end in ends(config, VICTIM) if end > killed) - killed
 
 
 def step_seconds(config: JobConfig) -> float:
     """Median time between ends of steps of a job in which nobody dies."""
     Path(config.run.directory).mkdir()
     assert run_job(config, launcher="local", output=io.StringIO(), trainer=MortalTrainer) == 0
-    times = [float(line) for line in (Path(config.run.directory) / "ends-0.txt").read_text().split()][5:]
+    times = ends(config, 0)[5:]
     return (times[-1] - times[0]) / (len(times) - 1)
 
 
