@@ -40,7 +40,7 @@ class Advisor:
         self._pending: Future[Keep | Move | Revert] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="advisor")
         self._cost = MoveCost(
-            layer_bytes=tuple((memory := layer_state_memory(layer, config)).total - memory.gradients
+            layer_bytes=tuple((memory := layer_state_memory(layer, config)).total + memory.host - memory.gradients
                               for layer in self._spec.layers), bytes_per_s=LINK_BYTES_PER_S, shift_s=SHIFT_S)
 
     def watch(self, reports: Sequence[StepReport], plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""Bytes on a rank: weights, gradients, master weights, moments, activations, logits.
+"""Bytes on a rank: weights, gradients, master weights, moments, activations, logits; and what is moved to the host.
 
 State is exact, padding of the flat buffers included. Activations are what autograd keeps for the backward, by the
 counting of https://arxiv.org/abs/2205.05198 section 4 applied to each family's own shapes, under these assumptions: a
@@ -10,7 +10,7 @@ top. Not counted: the framework, communication buffers, temporaries of a forward
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 
 from raytrain3d.config import JobConfig, ModelConfig, Recompute
@@ -37,10 +37,12 @@ class Memory:
     moments: int = 0
     activations: int = 0
     logits: int = 0
+    host: int = 0
+    """In host memory by `train.offload_*`; not part of the total."""
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(getattr(self, field.name) for field in fields(self) if field.name != "host")
 
     def __add__(self, other: "Memory") -> "Memory":
         return Memory(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
@@ -69,7 +71,13 @@ def layer_state_memory(layer: LayerSpec, config: JobConfig) -> Memory:
     size = flat_layout(layer, tensor=mesh.tensor, data=mesh.data, decay_all=config.optimizer.decay_all).size
     if layer.frozen:
         return Memory(weights=size * ELEMENT_BYTES[train.dtype])
-    return state_memory(size, dtype=train.dtype, sharding=train.sharding, data=mesh.data)
+    memory = state_memory(size, dtype=train.dtype, sharding=train.sharding, data=mesh.data)
+    return _optimizer_on_host(memory) if train.offload_optimizer else memory
+
+
+def _optimizer_on_host(memory: Memory) -> Memory:
+    """Moments there, and in every type a master copy of the weights, half as large."""
+    return replace(memory, master=0, moments=0, host=memory.moments + memory.moments // 2)
 
 
 def local_parameters(layer: LayerSpec, tensor: int) -> int:
@@ -138,33 +146,31 @@ class Activations:
         """What `stage` holds after F for its backward, or after I for its W."""
         layers = [self.spec.layers[i] for i in self.stages[stage]]
         is_last = layers[-1].kind == "head"
-        kept = sum(map(self._product, layers) if after is Kind.BACKWARD_INPUT else
-                   (self._layer(layer, self._kind(layer, stage)) for layer in layers))
-        if after is Kind.BACKWARD_INPUT:  # received messages are let go after W; a gradient may be part of a product
+        forward = after is Kind.FORWARD
+        kept = sum((self._kept(layer, stage) for layer in layers) if forward else map(self._product, layers))
+        if not forward:  # received messages are let go after W; a gradient may be part of a product
             arrived = (layers[0].kind != "embedding") + (not is_last and self.config.model.dropout > 0)
             kept += arrived * self._carried
         elif not is_last and self._kind(layers[-1], stage) != "full":
             kept += self._carried  # the last layer's output is kept with its graph
         whole = self.config.train.loss_chunk is None
-        return Memory(activations=round(self._tokens * kept), logits=self._logits(self._tokens) if is_last and whole else 0)
+        return Memory(activations=round(self._tokens * kept), logits=self._logits(self._tokens) if is_last and whole else 0,
+                      host=round(self._tokens * sum(self._on_host(layer, stage) for layer in layers)) if forward else 0)
 
     def passing(self, op: Op) -> Memory:
         """What lives only within an op, most at a time.
 
         Within a backward: of the layer at work what is computed again and the gradients inside; of those before it what is
-        kept; of those behind it, in I, what waits for W; less what `kept` counts. Within a forward that ends in a loss in
-        chunks: the logits of one chunk, beside what is kept by then.
+        kept; of those behind it, in I, what waits for W; less what `kept` counts. Within a forward that ends in a loss: the
+        logits of one chunk, or the product that whole ones are copied from, beside what is kept by then.
         """
         if op.kind is Kind.FORWARD and self.stages[op.stage][-1] == len(self.spec.layers) - 1:
-            chunk = self.config.train.loss_chunk
-            if chunk is not None:
-                parts = -(-self._tokens // chunk)
-                return self.kept(op.stage, Kind.FORWARD) + Memory(logits=self._logits(-(-self._tokens // parts)))
+            return self.kept(op.stage, Kind.FORWARD) + Memory(logits=self._logits_at_work())
         if op.kind not in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             return Memory()
         split, now, most = op.kind is Kind.BACKWARD_INPUT, 0.0, 0.0
         for layer in (self.spec.layers[i] for i in reversed(self.stages[op.stage])):
-            kept = self._layer(layer, self._kind(layer, op.stage))
+            kept = self._kept(layer, op.stage)
             most = max(most, now - kept + self._at_work(layer, op.stage, split=split))
             now += (self._product(layer) if split else 0) - kept
         return Memory(activations=round(self._tokens * most))
@@ -183,6 +189,26 @@ class Activations:
         """Bytes on the rank that holds the head."""
         config = self.config
         return tokens * vocabulary_rows(config.model, config.mesh.tensor) * EXACT_BYTES[config.train.dtype]
+
+    def _logits_at_work(self) -> int:
+        """Bytes of logits beside those that are kept, while the loss is made. bf16 ones are cast to FP32 and their gradients
+        back."""
+        train, element = self.config.train, ELEMENT_BYTES[self.config.train.dtype]
+        if train.loss_chunk is None:
+            return self._logits(self._tokens) * element // EXACT_BYTES[train.dtype]
+        logits = self._logits(-(-self._tokens // -(-self._tokens // train.loss_chunk)))
+        return logits + (logits * element // EXACT_BYTES[train.dtype] if element != EXACT_BYTES[train.dtype] else 0)
+
+    def _kept(self, layer: LayerSpec, stage: int) -> float:
+        """Of one token after F, on the device."""
+        return self._layer(layer, self._kind(layer, stage)) - self._on_host(layer, stage)
+
+    def _on_host(self, layer: LayerSpec, stage: int) -> float:
+        """Of one token after F, under offload: all but the layer's input."""
+        if not self.config.train.offload_activations:
+            return 0.0
+        entering = 8 if layer.kind == "embedding" else self._carried
+        return max(0.0, self._layer(layer, self._kind(layer, stage)) - entering)
 
     def _kind(self, layer: LayerSpec, stage: int) -> Recompute:
         return recompute_kind(self.config, layer, stage)
@@ -205,6 +231,10 @@ class Activations:
         config, kind = self.config, self._kind(layer, stage)
         gradient = self._carried * (2 if config.model.dropout else 1)
         kept = self._layer(layer, "selective" if kind == "selective" else "none") + (self._carried if kind == "full" else 0)
+        if layer.kind == "head" and config.train.loss_chunk is None:  # logits are saved; their gradient is made, and cast
+            exact, element = EXACT_BYTES[config.train.dtype], ELEMENT_BYTES[config.train.dtype]
+            rows = vocabulary_rows(config.model, config.mesh.tensor)
+            return kept + gradient + rows * (exact + (element if element != exact else 0))
         if layer.kind != "block":
             return kept + gradient
         element, llama = ELEMENT_BYTES[config.train.dtype], config.model.family == "llama"

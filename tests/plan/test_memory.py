@@ -204,3 +204,23 @@ def test_a_rank_holds_its_layers_and_the_tied_weight_once(job: Job) -> None:
     assert weights(range(5, 6)) == tied + head
     assert weights(range(1, 5)) == 4 * block
     assert weights(range(2), range(4, 6)) == tied + head + 2 * block
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_optimizer_state_on_the_host(job: Job, dtype: str) -> None:
+    """Two moments and a master copy, 12 bytes a parameter; weights and gradients stay."""
+    config, other = job(dtype=dtype, offload_optimizer=True), job(dtype=dtype)
+    layer = model_spec(config.model, config.train, 1).layers[1]
+    memory, stays = (layer_state_memory(layer, each) for each in (config, other))
+    assert memory.total == memory.weights + memory.gradients == stays.weights + stays.gradients
+    assert memory.host == 3 * stays.gradients
+
+
+def test_activations_on_the_host_leave_the_inputs_of_layers(job: Job) -> None:
+    """4 micro-batches of 4 blocks: 16 inputs and 4 outputs stay. In all it is what the device would keep."""
+    kept = activations_of(job, range(1, 5), warm_up(4), offload_activations=True)
+    whole = activations_of(job, range(1, 5), warm_up(4))
+    assert kept.host > 3 * kept.total
+    assert kept.total < whole.total / 2
+    one = activations_of(job, range(1, 5), warm_up(1), offload_activations=True)
+    assert kept.host == 4 * one.host

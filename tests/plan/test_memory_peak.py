@@ -6,18 +6,17 @@ allocator gives out and takes back; the most that is out at a time is the peak, 
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
+from live_memory import peak_bytes
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from raytrain3d.config import JobConfig
 from raytrain3d.model.dropout import DropoutKeys
 from raytrain3d.model.functional import put_off
-from raytrain3d.model.transformer import Layer, build_layers
+from raytrain3d.model.transformer import Head, Layer, build_layers
 from raytrain3d.parallel.clock import HostClock
 from raytrain3d.parallel.pipeline import Feed, PipelineRun, Stage
 from raytrain3d.plan.memory import activation_memory
@@ -70,19 +69,12 @@ def stages_of(config: JobConfig, plan: Plan, rank: int) -> dict[int, Stage]:
         for index, layer in layers.items():
             bound(layer, spec.layers[index], DTYPES[config.train.dtype])
             layer.recompute_attention = kinds[index] == "selective"
+            if isinstance(layer, Head):
+                layer.loss_chunk = config.train.loss_chunk
         return Stage(layers, is_first=number == 0, is_last=number == last,
                      recompute=frozenset(index for index, kind in kinds.items() if kind == "full"))
 
     return {number: stage(number) for number in plan.stages_of(rank)}
-
-
-def peak_bytes(work: Callable[[], None]) -> int:
-    work()  # what is made once, such as rotary tables
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        work()
-    results: Any = profiled.profiler
-    events = [(event.start_ns(), event.nbytes()) for event in results.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(num_bytes for _, num_bytes in sorted(events)))
 
 
 def measured_over_estimate(config: JobConfig, rank: int) -> float:
@@ -95,11 +87,11 @@ def measured_over_estimate(config: JobConfig, rank: int) -> float:
 
     def work() -> None:
         PipelineRun(stages, Post(config), feed, put_off=put_off, layer_done=lambda layer: None,  # type: ignore[arg-type]
-                    clock=HostClock()).execute(program)
+                    clock=HostClock(), offload=train.offload_activations).execute(program)
 
     estimate = activation_memory(config, model_spec(config.model, train, 1), {s: plan.layers_of(s) for s in stages},
                                  programs_for(*pipeline).ops[rank])
-    return peak_bytes(work) / estimate.total
+    return peak_bytes(work) / (estimate.total + estimate.host)  # on a CPU the host's memory is the same
 
 
 def check(config: JobConfig) -> None:
@@ -137,3 +129,16 @@ def test_every_schedule_and_kind(job: Callable[..., JobConfig], model: Mapping[s
 def test_stages_of_their_own_kind(job: Callable[..., JobConfig], changes: Mapping[str, Any]) -> None:
     base = small(job, "zb_h1", changes)
     check(replace(base, pipeline=replace(base.pipeline, recompute=("full", base.train.recompute))))
+
+
+@pytest.mark.parametrize("changes", [
+    {"loss_chunk": 100}, {"loss_chunk": 100, "dtype": "bf16"}, {"loss_chunk": None}, {"loss_chunk": None, "dtype": "bf16"},
+], ids=str)
+def test_logits_that_are_most_of_it(job: Callable[..., JobConfig], changes: Mapping[str, Any]) -> None:
+    check(small(job, "1f1b", {"vocabulary": 4096, **changes}))
+
+
+@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "none"), ("gpipe", "full")])
+def test_activations_on_the_host(job: Callable[..., JobConfig], schedule: str, recompute: str) -> None:
+    """Together with those that stay on the device."""
+    check(small(job, schedule, {"recompute": recompute, "offload_activations": True}))
