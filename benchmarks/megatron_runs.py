@@ -51,7 +51,7 @@ class Row:
             run=RunConfig(name="row"), data=DataConfig(path="unused"), model=model, pipeline=pipeline,
             mesh=MeshConfig(data=data, pipeline=self.pipeline, tensor=self.tensor),
             train=TrainConfig(steps=1, global_batch=self.batch, micro_batch=self.micro_batch, sequence=SEQUENCE,
-                              dtype="bf16", recompute="full"))
+                              dtype="bf16", recompute="full", loss_chunk=None))
 
 
 def _row(billions: float, heads: int, hidden: int, blocks: int, tensor: int, pipeline: int, gpus: int, batch: int,

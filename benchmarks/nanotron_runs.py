@@ -57,7 +57,7 @@ class Run:
             mesh=MeshConfig(data=self.data, pipeline=self.pipeline, tensor=self.tensor),
             train=TrainConfig(steps=1, global_batch=self.data * self.micro_batch * self.micro_batches,
                               micro_batch=self.micro_batch, sequence=SEQUENCE, dtype="bf16", sequence_parallel=True,
-                              sharding="optimizer" if self.zero else "none"))
+                              loss_chunk=None, sharding="optimizer" if self.zero else "none"))
 
     @cached_property
     def spec(self) -> ModelSpec:

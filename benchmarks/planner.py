@@ -37,7 +37,6 @@ from raytrain3d.plan.catalogue import NODES
 from raytrain3d.plan.collectives import TENSOR_DATA_PIPELINE
 from raytrain3d.plan.device_memory import Allocation, DeviceMemory, device_memory, usable_bytes
 from raytrain3d.plan.fit import fit
-from raytrain3d.plan.params import model_spec
 from raytrain3d.plan.program import programs_for
 from raytrain3d.plan.search import Choice, Evaluator, Search
 from raytrain3d.plan.splits import uniform
@@ -150,8 +149,9 @@ def judge(runs: Sequence[Run], model: Model, fit_nodes: set[int]) -> dict[str, A
                 rules = {name: max(own, key=rule).step_s / least - 1 for name, rule in RULES.items()}
                 rows.append((correlation, chosen.step_s / least - 1, rules))
                 if kind == "clean":
-                    print(f"{group[0]:8g} {group[1]:5d} {len(own):5d} {correlation:9.3f} {rows[-1][1]:8.1%}  data "
-                          f"{chosen.data} pipeline {chosen.pipeline} tensor {chosen.tensor} micro-batch {chosen.micro_batch}")
+                    print(f"{group[0]:8g} {group[1]:5d} {len(own):5d} {correlation:9.3f} {rows[-1][1]:8.1%}  "
+                          f"data {chosen.data} pipeline {chosen.pipeline} tensor {chosen.tensor} "
+                          f"micro-batch {chosen.micro_batch}")
         if not rows:
             continue
         correlations, regrets, rules_by_group = zip(*rows, strict=True)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytrain3d.cli_checkpoint import add_checkpoint_commands, add_model_commands
-from raytrain3d.cli_parser import FAILED, Command, add_address, add_command, add_job_command, add_run_command, number_from_0
+from raytrain3d.cli_parser import (FAILED, Command, add_address, add_command, add_job_command, add_run_command,
+                                   count_above_0, number_from_0)
 from raytrain3d.errors import ConfigError, DataError, PlanError, RayTrain3DError
 
 if TYPE_CHECKING:
@@ -70,6 +71,14 @@ def make_parser() -> argparse.ArgumentParser:
         add_address(sub)
     plan = add_job_command(commands, "plan", run_plan, "print the plan of a job; needs neither torch nor Ray")
     plan.add_argument("--json", action="store_true", help="as JSON")
+    plan.add_argument("--search", action="store_true",
+                      help="find the fastest layout for --ranks devices of --on, and show it instead of the job's own")
+    plan.add_argument("--on", metavar="NODE", default="h100", help="node type of the search: a100, h100, h200, b200, l40s, "
+                      "cpu or one of --nodes (default: h100)")
+    plan.add_argument("--ranks", metavar="NUMBER", type=count_above_0, help="devices (default: those of the job's mesh)")
+    plan.add_argument("--nodes", metavar="FILE", help="JSON file with more node types")
+    plan.add_argument("--calibration", metavar="FILE", help="JSON file with constants of the cost model")
+    plan.add_argument("--output", metavar="FILE", help="job file to write with the layout found")
     simulate = add_job_command(commands, "simulate", run_simulate,
                                "simulate a step of a job's pipeline; needs neither torch nor Ray")
     simulate.add_argument("--format", choices=("table", "json", "perfetto"), default="table",
@@ -119,8 +128,31 @@ def run_check(arguments: argparse.Namespace) -> int:
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    plan = _plan(_job(arguments))
+    config = _job(arguments)
+    if arguments.search:
+        return _search(config, arguments)
+    plan = _plan(config)
     print(plan.to_json().rstrip() if arguments.json else plan.table())
+    return 0
+
+
+def _search(config: "JobConfig", arguments: argparse.Namespace) -> int:
+    """`plan --search`."""
+    from raytrain3d.load import dump
+    from raytrain3d.plan.calibration import Calibration
+    from raytrain3d.plan.catalogue import NODES, node_named, read_nodes
+    from raytrain3d.plan.found_table import found_json, found_table
+    from raytrain3d.plan.search import search_layouts
+    from raytrain3d.plan.step_time import Cluster
+
+    node = node_named(arguments.on, read_nodes(arguments.nodes) if arguments.nodes else NODES)
+    calibration = Calibration.read(arguments.calibration) if arguments.calibration else Calibration()
+    mesh = config.mesh
+    num_ranks = arguments.ranks or mesh.data * mesh.pipeline * mesh.tensor
+    found = search_layouts(config, num_ranks, Cluster(node=node, calibration=calibration))
+    print(found_json(found) if arguments.json else found_table(found))
+    if arguments.output:
+        _write(arguments.output, dump(found.best.config))
     return 0
 
 

@@ -66,9 +66,8 @@ class LayerTimer:
 
     def time(self, layer: LayerSpec) -> LayerTime:
         forward, backward_input, weight = self._compute(layer)
-        again = forward if self.config.train.recompute == "full" and layer.kind != "embedding" else 0.0
         shared_forward, shared_backward = self._collectives(layer)
-        shared_again = shared_forward if again else 0.0
+        again, shared_again = self._again(layer, forward, shared_forward)
         launch = self._launch_s(layer)
         return LayerTime(
             compute=LayerCost(forward=forward, backward_input=backward_input + again,
@@ -76,6 +75,16 @@ class LayerTimer:
             tensor=LayerCost(forward=shared_forward, backward_input=shared_backward + shared_again, backward_weight=0.0),
             launch=LayerCost(forward=launch / 3, backward_input=launch / 3 * (2 if again else 1),
                              backward_weight=launch / 3))
+
+    def _again(self, layer: LayerSpec, forward: float, shared: float) -> tuple[float, float]:
+        """Of forward and its collectives, what is computed again before the backward: in blocks only."""
+        train = self.config.train
+        if layer.kind != "block" or train.recompute == "none":
+            return 0.0, 0.0
+        part = 1 / train.recompute_every
+        if train.recompute == "selective":
+            return part * self._attention(layer)[0], 0.0
+        return part * forward, part * shared
 
     @property
     def _tokens(self) -> int:
@@ -171,4 +180,4 @@ class LayerTimer:
 
 def sequence_parallel(config: JobConfig) -> bool:
     """Whether the residual stream is divided over the tensor axis."""
-    return bool(getattr(config.train, "sequence_parallel", False)) and config.mesh.tensor > 1
+    return config.train.sequence_parallel and config.mesh.tensor > 1

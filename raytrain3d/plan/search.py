@@ -12,7 +12,8 @@ from math import inf
 from typing import Any
 
 from raytrain3d.config import JobConfig
-from raytrain3d.plan.candidates import Space, candidates
+from raytrain3d.errors import PlanError
+from raytrain3d.plan.candidates import Space, candidates, whole_space
 from raytrain3d.plan.cost import model_flops_per_token
 from raytrain3d.plan.device_memory import Allocation, DeviceMemory, device_memory, least_bytes, usable_bytes
 from raytrain3d.plan.params import ModelSpec, model_spec
@@ -22,6 +23,8 @@ from raytrain3d.plan.step_time import Cluster, StepTime, StepTimer, simulated_mi
 
 TIE = 3e-3
 """Steps within this are equal: then less memory wins."""
+MOST_RANKS = 64
+"""Times as many ranks, at most, that are tried when nothing fits."""
 LESS_MEMORY = (0.75, 0.5, 0.25)
 """Shares of a device's memory within which the fastest layouts are shown beside the best."""
 
@@ -118,8 +121,8 @@ class Evaluator:
 class Found:
     """What a search found."""
 
-    best: Choice | None
-    """Fastest that fits; None: nothing does."""
+    best: Choice
+    """Fastest that fits."""
     smaller: tuple[Choice, ...]
     """Fastest within LESS_MEMORY of a device, where that is another one."""
     num_candidates: int
@@ -135,9 +138,12 @@ class Search:
         self._bounded = sorted(((timer.ideal_s(), timer) for timer in timers), key=lambda pair: pair[0])
         self._choices: dict[int, Choice] = {}
 
-    def run(self) -> Found:
+    def run(self) -> Found | None:
+        """None: nothing fits."""
         best = self.fastest()
-        smaller = [self.fastest(share) for share in LESS_MEMORY] if best is not None else []
+        if best is None:
+            return None
+        smaller = [self.fastest(share) for share in LESS_MEMORY]
         others = {id(choice): choice for choice in smaller if choice is not None and choice is not best}
         return Found(best=best, smaller=tuple(others.values()), num_candidates=len(self._bounded),
                      num_simulated=len(self._choices))
@@ -170,6 +176,31 @@ class Search:
 
     def _least_bytes(self, timer: StepTimer) -> float:
         return least_bytes(timer.config, timer.spec, sum(timer.elements), self._evaluator.allocation)
+
+
+def search_layouts(config: JobConfig, num_ranks: int, cluster: Cluster) -> Found:
+    """The fastest layout of `config` on that many ranks of a cluster. PlanError, naming how many would do, if none fits."""
+    evaluator = Evaluator(cluster=cluster, allocation=Allocation())
+    found = Search(config, num_ranks, evaluator, whole_space()).run()
+    if found is not None:
+        return found
+    more = num_ranks
+    devices = f"{num_ranks} devices of {cluster.node.name} ({cluster.node.memory_gib:.0f} GiB each)"
+    while (more := 2 * more) <= MOST_RANKS * num_ranks:
+        bigger = Search(config, more, evaluator, whole_space()).fastest()
+        if bigger is not None:
+            raise PlanError(f"no layout of this job fits {devices} "
+                            f"under any sharding, recompute and micro-batch; {more} are enough: {mesh_text(bigger)} needs "
+                            f"{bigger.needed / 1e9:.1f} GB")
+    raise PlanError(f"no layout of this job fits {devices}, nor up "
+                    f"to {MOST_RANKS} times as many: train.global_batch ({config.train.global_batch}) bounds the replicas, "
+                    f"{config.model.blocks + 2} layers bound the stages, so devices need more memory")
+
+
+def mesh_text(choice: Choice) -> str:
+    """`data 2 x pipeline 4 x tensor 8`."""
+    mesh = choice.config.mesh
+    return f"data {mesh.data} x pipeline {mesh.pipeline} x tensor {mesh.tensor}"
 
 
 def stages_of(timer: StepTimer) -> Stages:

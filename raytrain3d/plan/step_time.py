@@ -273,7 +273,7 @@ def pipeline_s(schedule: str, num_ranks: int, num_micro_batches: int, chunks: in
     gradient = (last + COSTS.index(Kind.BACKWARD), last + COSTS.index(Kind.BACKWARD_INPUT))
     arrivals = [end for end, cost in zip(ends[NEVER + 1:], program.costs, strict=True) if cost in gradient]
     steady = (arrivals[-1] - arrivals[-1 - num_ranks]) / num_ranks
-    return max(ends) + (num_micro_batches - few) * max(steady, max(busy_of(stages, program.placement)))
+    return max(ends) + (num_micro_batches - few) * max(steady, *busy_of(stages, program.placement))
 
 
 def busy_of(stages: Sequence[LayerCost], placement: Sequence[int]) -> list[float]:

@@ -1,0 +1,69 @@
+"""What a search found, as text and as JSON: the layout, where its step goes, and layouts that need less memory."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from raytrain3d.plan.search import Choice, Found, mesh_text
+from raytrain3d.plan.table import aligned, counted, schedule_name
+
+PARTS = {"idle": "idle in the pipeline", "tensor": "tensor collectives", "messages": "messages between stages",
+         "launch": "waiting for launches", "data": "gradients and weights over replicas", "update": "update"}
+"""Parts of a step on its busiest rank that are not computing."""
+
+
+def found_table(found: Found) -> str:
+    """For people."""
+    best = found.best
+    node, step = best.timer.cluster.node, best.step
+    lines = [
+        f"fastest   {mesh_text(best)} = {counted(best.num_ranks, 'rank')} on {node.name}",
+        f"          {_rest(best)}",
+        f"layers    {','.join(map(str, best.config.pipeline.layers or ()))}",
+        (f"step      {step.total:.3f} s, {best.tokens_per_s:,.0f} tokens/s, {best.flops_per_s / 1e12:.0f} TFLOP/s a rank "
+         f"({best.flops_per_s / node.peak_flops(best.config.train.dtype):.0%} of peak)"),
+        f"memory    {best.needed / 1e9:.1f} GB of {best.limit / 1e9:.1f} GB on the fullest rank",
+        f"limited   by {limit_of(best)}",
+        *(f"          {share:6.1%} {text}" for share, text in _parts(best)),
+        f"searched  {counted(found.num_candidates, 'layout')}, {found.num_simulated} simulated; the rest cannot be faster"]
+    if found.smaller:
+        rows: list[Sequence[str]] = [["step", "layout", "memory"]]
+        rows += [[f"{choice.step.total / step.total - 1:+.1%}", f"{mesh_text(choice)}, {_rest(choice)}",
+                  f"{choice.needed / 1e9:.1f} GB"] for choice in found.smaller]
+        lines += ["", "with less memory:", *aligned(rows)]
+    return "\n".join(lines)
+
+
+def found_json(found: Found) -> str:
+    """For programs."""
+    return json.dumps({"best": _entry(found.best), "smaller": list(map(_entry, found.smaller)),
+                       "candidates": found.num_candidates, "simulated": found.num_simulated}, indent=2)
+
+
+def limit_of(choice: Choice) -> str:
+    """What takes most of the step beside computing."""
+    share, text = _parts(choice)[0]
+    return text if share > 0 else "computing"
+
+
+def _parts(choice: Choice) -> list[tuple[float, str]]:
+    """Shares of the step, largest first."""
+    shares = [(getattr(choice.step, name) / choice.step.total, text) for name, text in PARTS.items()]
+    return sorted(((share, text) for share, text in shares), reverse=True)
+
+
+def _rest(choice: Choice) -> str:
+    train, pipeline = choice.config.train, choice.config.pipeline
+    divided = ", sequence parallel" if train.sequence_parallel else ""
+    return (f"{schedule_name(pipeline.schedule, pipeline.num_chunks)}, micro-batch {train.micro_batch}, sharding "
+            f"{train.sharding}, recompute {train.recompute}{divided}")
+
+
+def _entry(choice: Choice) -> dict[str, Any]:
+    mesh, pipeline, train = choice.config.mesh, choice.config.pipeline, choice.config.train
+    return {"data": mesh.data, "pipeline": mesh.pipeline, "tensor": mesh.tensor, "schedule": pipeline.schedule,
+            "chunks": pipeline.num_chunks, "layers": pipeline.layers, "micro_batch": train.micro_batch,
+            "sharding": train.sharding, "recompute": train.recompute, "sequence_parallel": train.sequence_parallel,
+            "step_s": choice.step.total, "tokens_per_s": choice.tokens_per_s, "flops_per_s": choice.flops_per_s,
+            "memory_bytes": choice.needed, "memory_limit_bytes": choice.limit,
+            "parts_s": {name: getattr(choice.step, name) for name in PARTS}}
