@@ -25,8 +25,8 @@ TIE = 3e-3
 """Steps within this are equal: then less memory wins."""
 MOST_RANKS = 64
 """Times as many ranks, at most, that are tried when nothing fits."""
-LESS_MEMORY = (0.75, 0.5, 0.25)
-"""Shares of a device's memory within which the fastest layouts are shown beside the best."""
+LESS_MEMORY = (0.5,)
+"""Shares of a device's memory within which the fastest layout is shown beside the best."""
 
 
 @dataclass(frozen=True, kw_only=True)
