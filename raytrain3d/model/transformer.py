@@ -235,8 +235,7 @@ class Head(Layer):
 
     def logits(self, x: Tensor) -> Tensor:
         """x: (batch, seq, hidden) -> (batch, whole seq, rows held here)."""
-        logits: Tensor = self.output(self.enter(self.norm(x)))
-        return logits
+        return entered(self.enter, self.norm(x), self.output)[0]
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         """x: (batch, seq, hidden), targets: (batch, whole seq) -> sum of losses, a scalar."""
