@@ -17,7 +17,7 @@ from pipeline_mesh import COMPARED, OurTraining
 from plain_llama import PlainStage
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel,
                                                SequenceParallel, loss_parallel, parallelize_module)
 from torch.nn.functional import cross_entropy
@@ -61,8 +61,12 @@ class DTensorTraining:
         mesh = init_device_mesh("cpu", (NUM_RANKS,))
         self._module = tensor_parallel(PlainStage(config, range(config.model.blocks + 2)), mesh,
                                        sequence_parallel=config.train.sequence_parallel)
-        self._optimizer = torch.optim.AdamW(self._module.parameters(), lr=config.learning_rate.peak, betas=(0.9, 0.95),
-                                            eps=1e-8, weight_decay=config.optimizer.weight_decay, fused=True)
+        # The fused update takes DTensors or plain tensors at a time.
+        kinds = [[each for each in self._module.parameters() if isinstance(each, DTensor) == divided]
+                 for divided in (True, False)]
+        self._optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds if kind], lr=config.learning_rate.peak,
+                                            betas=(0.9, 0.95), eps=1e-8, weight_decay=config.optimizer.weight_decay,
+                                            fused=True)
         self._batch = [part.split(workload.micro_batch) for part in workload.batch(NUM_MICRO_BATCHES)]
         self.losses: list[float] = []
         """Mean loss of every step."""
