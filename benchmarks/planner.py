@@ -171,8 +171,8 @@ def judge_memory(judged: Sequence[Run], model: Model) -> dict[str, float]:
     under = [run for run, error in zip(judged, errors, strict=True) if error < -0.1]
     wide = sum(run.tensor > 1 and run.pipeline > 1 for run in under)
     print(f"\nmemory: {len(under)} of {len(judged)} runs took over 10 % more than predicted, {wide} of them with tensor and "
-          "pipeline parallelism: gathered inputs of micro-batches in flight that the allocator had not got back yet, even "
-          "where the host is slower than the device on average")
+          "pipeline parallelism: probably gathered inputs of micro-batches in flight that the allocator had not got back "
+          "yet, though the host is slower than the device on average")
     return {"memory_error_median": statistics.median(absolute), "memory_error_p90": absolute[int(0.9 * len(absolute))],
             "memory_under_share": len(under) / len(judged),
             "memory_over_share": sum(value > TOO_MUCH_GB for value in predicted) / len(judged)}
