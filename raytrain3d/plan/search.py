@@ -1,8 +1,8 @@
 """The fastest layout of a job that fits its devices.
 
 Every candidate gets a bound that costs microseconds: no split of its layers is faster. In the order of these bounds
-candidates are split, bounded again, simulated and checked against memory, until the bounds pass the best step found. So
-what was not simulated could not have won.
+candidates are split, bounded again, simulated and checked against memory, until the bounds pass the best step found. Each
+candidate has one split, the one whose slowest stage is fastest.
 """
 
 from collections.abc import Sequence
