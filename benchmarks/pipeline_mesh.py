@@ -37,9 +37,9 @@ TENSOR_PLAN = {"query": ColwiseParallel(), "key": ColwiseParallel(), "value": Co
                "down": RowwiseParallel(), "tokens": RowwiseParallel(input_layouts=Replicate())}
 
 
-def mesh_job(workload: Workload) -> JobConfig:
+def mesh_job(workload: Workload, mesh: MeshConfig = MESH) -> JobConfig:
     """AdamW as torch's: one rate, decay on everything, no clipping."""
-    config = workload.job(num_micro_batches=NUM_MICRO_BATCHES, mesh=MESH)
+    config = workload.job(num_micro_batches=NUM_MICRO_BATCHES, mesh=mesh)
     return replace(config, optimizer=OptimizerConfig(clip_norm=None, decay_all=True),
                    learning_rate=LearningRateConfig(peak=3e-4, schedule="constant"))
 
@@ -49,9 +49,10 @@ class OneBatch:
 
     def __init__(self, plan: Plan, workload: Workload, replica: int) -> None:
         tokens, targets = workload.batch(sum(plan.shares))
-        first = plan.first_micro_batch(replica)
-        self._share = [MicroBatch(tokens=tokens[i : i + 1], targets=targets[i : i + 1], samples=(i,))
-                       for i in range(first, first + plan.shares[replica])]
+        first, size = plan.first_micro_batch(replica), workload.micro_batch
+        rows = [range(i * size, (i + 1) * size) for i in range(first, first + plan.shares[replica])]
+        self._share = [MicroBatch(tokens=tokens[row.start : row.stop], targets=targets[row.start : row.stop],
+                                  samples=tuple(row)) for row in rows]
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         return self._share
@@ -61,10 +62,12 @@ class OneBatch:
 
 
 class OurTraining:
-    def __init__(self, place: Place, config: JobConfig, plan: Plan, workload: Workload) -> None:
+    """Several in one process are of different generations."""
+
+    def __init__(self, place: Place, config: JobConfig, plan: Plan, workload: Workload, generation: int = 0) -> None:
         loader: Any = OneBatch(plan, workload, plan.mesh.coordinate(place.rank).data)
         self._trainer = Trainer(config, plan, place.rank, loader=loader)
-        self._trainer.connect("127.0.0.1", place.port, 0)
+        self._trainer.connect("127.0.0.1", place.port, generation)
         self._trainer.initialize()
         self._step = 0
         self.losses: list[float] = []

@@ -40,8 +40,7 @@ class Runtime:
     def prepare(self, program: RankProgram, stages: Mapping[int, Stage], feed: Feed) -> PipelineRun:
         """A run of this rank's program, with its first receives posted."""
         mail = Mail(self._groups.channels, program, self._buffers)
-        return PipelineRun(stages, mail, feed, put_off=put_off, layer_done=lambda layer: None,
-                           clock=HostClock())
+        return PipelineRun(stages, mail, feed, put_off=put_off, clock=HostClock())
 
     def hop_s(self) -> float | None:
         """Seconds of one message to a rank that has waited for it: half a round trip from rank 0 to rank 1 and back, after

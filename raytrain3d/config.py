@@ -254,8 +254,20 @@ class TrainConfig:
     head never run again."""
     recompute_every: int = 1
     """Recompute only in blocks whose number is a multiple of this: 2 is every other one."""
-    sharding: Literal["none", "optimizer"] = "none"
-    """What is sharded over the data axis: nothing, or optimizer state and master weights (ZeRO-1)."""
+    sharding: Literal["auto", "none", "optimizer", "gradients", "full"] = "none"
+    """What is sharded over the data axis: nothing; optimizer state and master weights (ZeRO-1); gradients, too (ZeRO-2);
+    weights, too (ZeRO-3). `gradients` and `full` reduce after every micro-batch. `auto`: the first of these that
+    stays within placement.memory_per_rank_gib; none sends more than the next."""
+    keep_gathered: Literal["op", "step"] = "op"
+    """How long weights that `sharding: full` has gathered stay. Until the `op` is done with the layer: they are gathered
+    again for every forward and every backward. Until the `step` is computed: they are gathered once, layer by layer ahead
+    of the first forward, and then take as much memory as without sharding."""
+    shard_group: int | None = None
+    """Neighbouring replicas that share one copy of what is sharded; must divide mesh.data. Groups of them add up their
+    gradients, so that gathers stay within a group. Default: mesh.data."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type in which replicas sum gradients. `bf16` halves what is sent and loses digits. fp64 training sums in fp64 unless
+    this is bf16."""
     loss_chunk: int | None = 4096
     """Most tokens whose logits exist at a time: the head goes through a micro-batch in parts of equal size and makes their
     gradients in its forward. Absent: in its backward, and logits of whole micro-batches are kept until then."""
@@ -273,7 +285,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _positive("train", steps=self.steps, global_batch=self.global_batch, micro_batch=self.micro_batch,
-                  sequence=self.sequence, recompute_every=self.recompute_every, loss_chunk=self.loss_chunk, lease=self.lease)
+                  sequence=self.sequence, recompute_every=self.recompute_every, loss_chunk=self.loss_chunk, lease=self.lease,
+                  shard_group=self.shard_group)
         _require(self.seed >= 0, "train.seed", self.seed, "must be at least 0")
         _require(self.global_batch % self.micro_batch == 0, "train.global_batch", self.global_batch,
                  f"must be a multiple of train.micro_batch ({self.micro_batch})")
@@ -585,6 +598,9 @@ class JobConfig:
             _require(self.train.sequence % tensor == 0, "train.sequence", self.train.sequence,
                      f"must be a multiple of mesh.tensor ({tensor}) with train.sequence_parallel")
         self._check_stages(num_layers)
+        shard_group = self.train.shard_group
+        _require(shard_group is None or self.mesh.data % shard_group == 0, "train.shard_group", shard_group,
+                 f"must divide mesh.data ({self.mesh.data})")
         if model.family == "gpt2" and model.positions is not None:
             _require(self.train.sequence <= model.positions, "train.sequence", self.train.sequence,
                      f"is beyond model.positions ({model.positions})")
@@ -602,6 +618,21 @@ class JobConfig:
     def residual_sequence(self) -> int:
         """Positions of a sample that one rank has of the residual stream."""
         return self.train.sequence // (self.mesh.tensor if self.train.sequence_parallel else 1)
+
+    @property
+    def shard_group(self) -> int:
+        """Replicas that share one copy of what is sharded over the data axis; not known under `auto`."""
+        return 1 if self.train.sharding == "none" else self.train.shard_group or self.mesh.data
+
+    @property
+    def joint_ops(self) -> bool:
+        """Ranks of several replicas gather or reduce within ops, so that their programs must have the same ones."""
+        return self.train.sharding in ("gradients", "full") and self.shard_group > 1
+
+    @property
+    def reduce_dtype(self) -> str:
+        """Type in which replicas sum gradients."""
+        return "fp64" if (self.train.dtype, self.train.reduce_dtype) == ("fp64", "fp32") else self.train.reduce_dtype
 
     def _check_keep_best(self) -> None:
         saves, evaluates = self.checkpoint.interval, self.evaluate.interval

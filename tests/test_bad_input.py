@@ -70,6 +70,8 @@ def test_the_job_without_overrides_is_good(refusal: Refusal) -> None:
                  id="tensor does not divide feed-forward"),
     pytest.param(["mesh.tensor=4", "model.heads=12", "model.kv_heads=6", "model.hidden=96"],
                  ["mesh.tensor", "4", "model.kv_heads (6)"], id="tensor does not fit key/value heads"),
+    pytest.param(["mesh.data=4", "train.sharding=full", "train.shard_group=3"],
+                 ["train.shard_group", "3", "must divide mesh.data (4)"], id="shard groups do not fit"),
     pytest.param(["mesh.pipeline=5"], ["mesh.pipeline", "5", "4 layers", "embedding, 2 blocks, head", "at most 4"],
                  id="more stages than layers"),
     pytest.param(["mesh.pipeline=2", "pipeline.schedule=interleaved", "pipeline.chunks=3"],

@@ -161,6 +161,18 @@ def test_pipeline_benchmark() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(1800)
+def test_sharding_benchmark() -> None:
+    printed, figures = run_quick("benchmarks/sharding.py")
+    for key in ("ratio_vs_ddp", "ratio_vs_fsdp2", "ddp_vs_itself", "fsdp2_vs_itself"):
+        low, high = figures[f"{key}_interval_90"]  # type: ignore[misc]
+        assert low <= figures[key] <= high
+    assert figures["loss_difference"] <= 1e-5
+    assert "WRONG" not in printed
+
+
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(1800)
 def test_driver_benchmark() -> None:

@@ -61,7 +61,10 @@ class Loader:
         self._replica = replica
         self._share = _share(plan, replica)
         self._num_validation = min(config.evaluate.samples, self._validation.num_samples(train.sequence))
-        self._validation_share = deal(-(-self._num_validation // train.micro_batch), plan.mesh.data)[replica]
+        validation_shares = deal(-(-self._num_validation // train.micro_batch), plan.mesh.data)
+        self._validation_share = validation_shares[replica]
+        self.largest_validation_share = max(map(len, validation_shares))
+        """Micro-batches that `validation` gives to the replica with the most."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._ahead: dict[int, Future[list[MicroBatch]]] = {}
 

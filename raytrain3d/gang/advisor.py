@@ -31,6 +31,7 @@ class Advisor:
     """Watches one job."""
 
     def __init__(self, config: JobConfig, plan: Plan) -> None:
+        config = plan.decided(config)
         self._config, self._spec = config, model_spec(config.model, config.train, plan.mesh.tensor)
         self._measured = Measured(plan.mesh, layer_costs(config, self._spec))
         self._repeated = repeats(config, self._spec)

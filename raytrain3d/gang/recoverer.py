@@ -107,7 +107,7 @@ class Recoverer:
         self._fleet.replace(lost, plan)
         standings = self._fleet.stand(set(range(plan.mesh.size)) - set(lost))
         self.generation += 1
-        decision = decide(standings, plan.mesh, shards=self._shards(plan), peers=self._peers, saved=self._saved())
+        decision = decide(standings, plan.mesh, shards=plan.shard_group, peers=self._peers, saved=self._saved())
         self._fleet.facts(may_stop=False)
         self.join()
         self._fleet.adopt(plan.stages, plan.shares)
@@ -136,10 +136,6 @@ class Recoverer:
         end = time.monotonic() + self._budget.wait_s
         while time.monotonic() < end and self._stop.reason is None:
             time.sleep(0.1)
-
-    def _shards(self, plan: Plan) -> int:
-        """Parts that the optimizer state is cut into along the data axis."""
-        return 1 if self._config.train.sharding == "none" else plan.mesh.data
 
     def _report(self, step: int, reached: int, how: str, lost: Sequence[int]) -> None:
         assert self._began is not None

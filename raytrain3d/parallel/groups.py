@@ -50,7 +50,7 @@ class Group:
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> Work:
         """Sum (or elementwise maximum) over the group, in place."""
-        if self._backend is None:
+        if self._backend is None or tensor.numel() == 0:
             return DONE
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
@@ -137,9 +137,11 @@ class Link:
 
 
 class Groups:
-    """Every group of one rank in one generation. `placement`: stage -> pipeline rank that holds it."""
+    """Every group of one rank in one generation. `placement`: stage -> pipeline rank that holds it; `shard_group`:
+    neighbouring replicas that share one copy of what is sharded over the data axis."""
 
-    def __init__(self, mesh: Mesh, placement: Sequence[int], rank: int, link: Link, *, device: str) -> None:
+    def __init__(self, mesh: Mesh, placement: Sequence[int], rank: int, link: Link, *, device: str,
+                 shard_group: int = 1) -> None:
         def make(kind: str, ranks: Sequence[int], device: str = device) -> Group:
             return Group(f"{kind}/{'-'.join(map(str, ranks))}", ranks, rank, link, device=device)
 
@@ -149,7 +151,13 @@ class Groups:
         at = mesh.coordinate(rank)
         gang, pipeline = mesh.gang(at.data), mesh.group("pipeline", rank)
         self.tensor = make("tensor", mesh.group("tensor", rank))
-        self.data = make("data", mesh.group("data", rank))
+        replicas = mesh.group("data", rank)
+        self.data = make("data", replicas)
+        first, index = at.data - at.data % shard_group, at.data % shard_group
+        # In the usual case one of the two is the data group and the other this rank alone.
+        self.shard = (self.data if shard_group == mesh.data
+                      else make("shard", replicas[first : first + shard_group]))
+        self.across = self.data if shard_group == 1 else make("across", replicas[index::shard_group])
         ends = (placement[0], placement[-1])
         self.ends = (make("ends", [pipeline[end] for end in ends])
                      if at.pipeline in ends and ends[0] != ends[1] else None)
@@ -194,7 +202,8 @@ class Groups:
         self.channels.clear()
 
     def _all(self) -> list[Group]:
-        groups = (self.tensor, self.data, self.ends, self.gang, self.leaders, *self.channels.values(), *(self.ring or ()))
+        groups = (self.tensor, self.data, self.shard, self.across, self.ends, self.gang, self.leaders,
+                  *self.channels.values(), *(self.ring or ()))
         return [group for group in groups if group is not None]
 
 

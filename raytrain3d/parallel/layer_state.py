@@ -1,10 +1,11 @@
 """The state of one layer on one rank, in flat buffers: weights, gradient, master weights and moments.
 
 The layer is what is reduced, updated, saved, moved and rebuilt. Its buffers follow `plan.params.flat_layout`; parameters
-are views of them. With sharding over the data axis a rank owns the interval `own` of the optimizer state.
+are views of them. With sharding over the data axis a rank owns the interval `own` of the optimizer state, and by level of
+the gradient and of the weights too: then the whole buffer has memory only while the layer is at work (`transient.py`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from raytrain3d.checkpoint.layout import Piece, interval_rectangles
 from raytrain3d.config import JobConfig
+from raytrain3d.parallel.transient import release
 from raytrain3d.plan.mesh import Coordinate, Mesh
 from raytrain3d.plan.params import LayerSpec, ParamSpec, Rectangle, Slot, flat_layout, local_rectangle
 
@@ -25,28 +27,46 @@ class LayerState:
         self.spec = spec
         self.layout = flat_layout(spec, tensor=mesh.tensor, data=mesh.data, decay_all=config.optimizer.decay_all)
         self._tensor, self._at = mesh.tensor, at
-        part = self.layout.size // mesh.data
-        self.data_part = (at.data * part, (at.data + 1) * part)
-        """This data coordinate's interval: what it owns under sharding, and the part whose norm it counts."""
-        self.sharded = config.train.sharding == "optimizer" and mesh.data > 1
-        self.own = self.data_part if self.sharded else (0, self.layout.size)
+        size, group, level = self.layout.size, config.shard_group, config.train.sharding
+        self.own = _part((0, size), at.data % group, group)
+        """What this rank keeps of whatever is sharded: all of it in a group of one."""
+        self.data_part = _part(self.own, at.data // group, mesh.data // group)
+        """What of it this rank saves and counts in the norm, and no other replica does."""
+        self.shards_weights = level == "full" and group > 1
+        self.shards_gradient = level in ("gradients", "full") and group > 1 and not spec.frozen
         dtype = DTYPES[config.train.dtype]
-        exact = torch.float32 if dtype == torch.bfloat16 else dtype
-        self.weights = torch.zeros(self.layout.size, dtype=dtype, device=device)
-        own_size = self.own[1] - self.own[0]
+        self._exact = torch.float32 if dtype == torch.bfloat16 else dtype
+        self.weights = torch.zeros(size, dtype=dtype, device=device)
+        self.own_weights = self._own_part(self.weights, apart=self.shards_weights)
         if not spec.frozen:
-            self.gradient = torch.zeros(self.layout.size, dtype=exact, device=device)
+            self.gradient = torch.zeros(size, dtype=self._exact, device=device)
+            self.own_gradient = self._own_part(self.gradient, apart=self.shards_gradient)
             on_host = config.train.offload_optimizer
-            make = partial(torch.zeros, own_size, dtype=exact, device="cpu" if on_host else device,
+            make = partial(torch.zeros, len(self.own_gradient), dtype=self._exact, device="cpu" if on_host else device,
                            pin_memory=on_host and device.type == "cuda")
             self.exp_avg, self.exp_avg_sq = make(), make()
-            self.master = self.own_weights if dtype == exact and not on_host else make()
+            self.master = self.own_weights if dtype == self._exact and not on_host else make()
         self.parameters = {slot.param.name: self._parameter(slot) for slot in self.layout.slots}
+        self._vectors = self.layout.vectors if self.shards_gradient else ()
+        self.vector_gradient = torch.zeros(sum(slot.size for slot in self._vectors), dtype=self._exact, device=device)
+        """Gradient of norms and biases where gradients are sharded: so little that every rank keeps all of it and reduces
+        it once a step, at whatever point of a backward it is made."""
+        for slot, part in self._vector_parts():
+            self.parameters[slot.param.name].grad = part
+        if self.shards_weights:
+            release(self.weights)
+        if self.shards_gradient:
+            release(self.gradient)
+
+    def _own_part(self, whole: Tensor, *, apart: bool) -> Tensor:
+        """The own interval of a flat buffer; a buffer of its own where the memory of the whole one comes and goes."""
+        part = whole[self.own[0] : self.own[1]]
+        return torch.zeros_like(part) if apart else part
 
     def _parameter(self, slot: Slot) -> nn.Parameter:
         parameter = nn.Parameter(self._view(self.weights, slot), requires_grad=not self.spec.frozen)
         if not self.spec.frozen:
-            parameter.grad_dtype = self.gradient.dtype
+            parameter.grad_dtype = self._exact
             parameter.grad = self._view(self.gradient, slot)
         return parameter
 
@@ -54,13 +74,33 @@ class LayerState:
     def _view(buffer: Tensor, slot: Slot) -> Tensor:
         return buffer[slot.start : slot.stop].view(slot.shape)
 
-    @property
-    def own_weights(self) -> Tensor:
-        return self.weights[self.own[0] : self.own[1]]
+    def own_slice(self, start: int, stop: int) -> slice:
+        """Elements [start, stop) of the layer as far as they are in the own interval: a slice of the own buffers, maybe
+        empty."""
+        low, high = self.own
+        return slice(min(max(start, low), high) - low, min(max(stop, low), high) - low)
 
-    @property
-    def own_gradient(self) -> Tensor:
-        return self.gradient[self.own[0] : self.own[1]]
+    def rest(self) -> None:
+        """Nothing is left of a step, be it over or broken off: gradients are zero, what is sharded has no memory beside the
+        own part."""
+        if self.shards_weights:
+            release(self.weights)
+        if self.shards_gradient:
+            release(self.gradient)
+            self.own_gradient.zero_()
+            self.vector_gradient.zero_()
+        elif not self.spec.frozen:
+            self.gradient.zero_()
+
+    def take_vector_gradient(self) -> None:
+        """Add `vector_gradient`, reduced, to the own gradient."""
+        for slot, part in self._vector_parts():
+            inside = self.own_slice(slot.start, slot.stop)
+            first = self.own[0] + inside.start - slot.start
+            self.own_gradient[inside] += part[first : first + inside.stop - inside.start]
+
+    def _vector_parts(self) -> Iterable[tuple[Slot, Tensor]]:
+        return zip(self._vectors, self.vector_gradient.split([slot.size for slot in self._vectors] or 1), strict=False)
 
     @property
     def has_master(self) -> bool:
@@ -70,24 +110,26 @@ class LayerState:
     def fill(self, values: Callable[[str, ParamSpec, Rectangle], Tensor]) -> None:
         """Set weights, in full precision first, from values(global name, parameter, rectangle); moments to zero."""
         with torch.no_grad():
-            exact = torch.zeros(self.layout.size, dtype=self.weights.dtype if self.spec.frozen else self.gradient.dtype)
+            exact = torch.zeros(self.layout.size, dtype=self.weights.dtype if self.spec.frozen else self._exact)
             for slot in self.layout.slots:
                 part = local_rectangle(slot.param, self._tensor, self._at.tensor)
                 inner = tuple(slice(n) for n in part.shape)
                 self._view(exact, slot)[inner] = values(f"{self.spec.name}.{slot.param.name}", slot.param, part)
-            self.weights.copy_(exact)
+            kept, start = self.kept_weights
+            kept.copy_(exact[start : start + kept.numel()])
             if not self.spec.frozen:
                 self.master.copy_(exact[self.own[0] : self.own[1]])
                 self.exp_avg.zero_()
                 self.exp_avg_sq.zero_()
 
+    @property
+    def kept_weights(self) -> tuple[Tensor, int]:
+        """What stays of the weights between steps, and the element of the layer with which it begins."""
+        return (self.own_weights, self.own[0]) if self.shards_weights else (self.weights, 0)
+
     def decayed(self) -> Iterator[slice]:
         """Parts of the own interval that get weight decay, as slices of the own buffers."""
-        low, high = self.own
-        for start, stop in self.layout.decay_runs:
-            first, last = max(start, low), min(stop, high)
-            if first < last:
-                yield slice(first - low, last - low)
+        yield from (self.own_slice(*run) for run in self.layout.decay_runs)
 
     def squared_norm(self) -> float:
         """Squared norm of the reduced gradient in this rank's `data_part`, what all tensor ranks share counted at
@@ -96,8 +138,8 @@ class LayerState:
         parts = [(low, min(high, shared_low)), (max(low, shared_high), high)]
         if self._at.tensor == 0:
             parts = [(low, min(high, shared_low)), (max(low, shared_low), min(high, shared_high)), *parts[1:]]
-        squares = [torch.linalg.vector_norm(self.gradient[a:b], dtype=torch.float64) ** 2 for a, b in parts if a < b]
-        return float(sum(square.item() for square in squares))
+        gradients = [self.own_gradient[self.own_slice(a, b)] for a, b in parts if a < b]
+        return float(sum(torch.linalg.vector_norm(part, dtype=torch.float64).item() ** 2 for part in gradients))
 
     def pieces(self) -> list[Piece]:
         """What this rank holds of the layer, to be loaded: rectangles over live buffers."""
@@ -113,7 +155,7 @@ class LayerState:
 
     def _buffers(self) -> list[tuple[str, Tensor, int]]:
         """(kind, buffer, element of the layer's flat layout with which it begins)"""
-        found = [("weight", self.weights, 0)]
+        found = [("weight", *self.kept_weights)]
         if not self.spec.frozen:
             found += [("exp_avg", self.exp_avg, self.own[0]), ("exp_avg_sq", self.exp_avg_sq, self.own[0])]
             if self.has_master:
@@ -134,3 +176,9 @@ class LayerState:
                 found.append(Piece(name=f"{self.spec.name}.{slot.param.name}", kind=kind, rectangle=box.rectangle,
                                    tensor=tensor))
         return found
+
+
+def _part(whole: tuple[int, int], index: int, count: int) -> tuple[int, int]:
+    """Interval `index` of `count` equal ones."""
+    size = (whole[1] - whole[0]) // count
+    return whole[0] + index * size, whole[0] + (index + 1) * size

@@ -23,10 +23,11 @@ def channel_between(channels: Mapping[Channel, Group], source: int, target: int)
 
 def moving_buffers(state: LayerState) -> list[Tensor]:
     """Everything of a layer but its gradient, which is empty between steps."""
+    weights, _ = state.kept_weights
     if state.spec.frozen:
-        return [state.weights]
+        return [weights]
     master = [state.master] if state.has_master else []
-    return [state.weights, state.exp_avg, state.exp_avg_sq, *master]
+    return [weights, state.exp_avg, state.exp_avg_sq, *master]
 
 
 def send_layer(state: LayerState, group: Group, to: int = 1) -> int:

@@ -7,7 +7,7 @@ its parameters, and nothing spans two layers.
 import torch
 
 from raytrain3d.config import OptimizerConfig
-from raytrain3d.parallel.groups import Group
+from raytrain3d.parallel.groups import DONE, Group, Work
 from raytrain3d.parallel.layer_state import LayerState
 
 
@@ -26,7 +26,8 @@ def update(state: LayerState, config: OptimizerConfig, *, step: int, rate: float
         state.own_weights.copy_(state.master)
 
 
-def gather(state: LayerState, data: Group) -> None:
-    """Bring the updated parts of all data ranks together; nothing to do unless sharded."""
-    if state.sharded:
-        data.all_gather(state.weights, state.own_weights.clone()).wait()
+def gather(state: LayerState, shard: Group) -> Work:
+    """Bring the updated parts of the ranks that share a layer together, where all of them keep its whole weights."""
+    if state.shards_weights or shard.size == 1:
+        return DONE
+    return shard.all_gather(state.weights, state.own_weights.clone())

@@ -11,7 +11,7 @@ kept by layer until W. All else of the micro-batch is free after I, but for rece
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -25,6 +25,10 @@ from raytrain3d.parallel.offload import saved_on_host
 from raytrain3d.plan.program import RECEIVES, SENDS
 from raytrain3d.plan.rank_program import RankProgram
 from raytrain3d.plan.schedule import Kind, Op
+from raytrain3d.plan.uses import in_order
+
+LAST_PARTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+"""Ops that complete a micro-batch's gradient at a stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,8 @@ class Feed:
     """Micro-batch -> input of the first stage, (batch, seq)."""
     arguments: Callable[[int, int], tuple[Any, ...]]
     """(micro-batch, layer) -> what the layer's forward takes beside its input."""
+    present: int | None = None
+    """Only so many of the program's micro-batches are there. Absent: all of them."""
 
 
 class WeightGradients(Protocol):
@@ -92,19 +98,28 @@ class InFlight:
     """Weight gradients by layer, from last to first."""
 
 
+class Around(Protocol):
+    """What has to happen around the part of an op that belongs to one layer."""
+
+    def before(self, kind: Kind, layer: int) -> None: ...
+
+    def after(self, kind: Kind, layer: int, *, last: bool) -> None:
+        """`last`: the layer's gradient is complete."""
+
+
 class PipelineRun:
     """One run of a rank's program: activations in flight, losses so far, times.
 
-    `layer_done(layer)` is called after the last backward of a layer. Without backwards in the program nothing is kept.
+    Without backwards in the program nothing is kept. An op of a micro-batch that is not there is only what is around it.
     `offload`: what layers keep for their backward is kept on the host.
     `slowdown(layer)` is how many times as long as it takes a layer's compute shall take (for tests and demonstrations).
     """
 
-    def __init__(self, stages: Mapping[int, Stage], mail: Mail, feed: Feed, *, put_off: PutOff,
-                 layer_done: Callable[[int], None], clock: Clock, offload: bool = False,
+    def __init__(self, stages: Mapping[int, Stage], mail: Mail, feed: Feed, *, put_off: PutOff, clock: Clock,
+                 around: Sequence[Around] = (), offload: bool = False,
                  slowdown: Callable[[int], float] | None = None) -> None:
         self._stages, self._mail, self._feed = stages, mail, feed
-        self._put_off, self._layer_done, self._offload = put_off, layer_done, offload
+        self._put_off, self._around, self._offload = put_off, around, offload
         self._clock, self._slowdown = clock, slowdown
         self._training = False
         self._gradients_left: dict[int, int] = {}
@@ -122,7 +137,7 @@ class PipelineRun:
 
     def execute(self, program: RankProgram) -> None:
         """Run all ops in order and wait until everything sent has left."""
-        self._gradients_left = Counter(op.stage for op in program.ops if op.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
+        self._gradients_left = Counter(op.stage for op in program.ops if op.kind in LAST_PARTS)
         self._training = any(op.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) for op in program.ops)
         for op in program.ops:
             self.current = op
@@ -167,6 +182,9 @@ class PipelineRun:
         self._laps.append((kind, layer, start, end))
 
     def _execute(self, op: Op) -> None:
+        if self._feed.present is not None and op.micro_batch >= self._feed.present:
+            self._pass_by(op)
+            return
         match op.kind:
             case Kind.FORWARD:
                 self._forward(op)
@@ -183,6 +201,22 @@ class PipelineRun:
             case Kind.RECEIVE_FORWARD | Kind.RECEIVE_BACKWARD:
                 self._receive(op)
 
+    def _pass_by(self, op: Op) -> None:
+        for layer in in_order(op.kind, tuple(self._stages[op.stage].layers)):
+            self._before(op, layer)
+            self._after(op, layer)
+        if op.kind in LAST_PARTS:
+            self._finish_backward(op)
+
+    def _before(self, op: Op, layer: int) -> None:
+        for each in self._around:
+            each.before(op.kind, layer)
+
+    def _after(self, op: Op, layer: int) -> None:
+        last = op.kind in LAST_PARTS and self._gradients_left[op.stage] == 1
+        for each in self._around:
+            each.after(op.kind, layer, last=last)
+
     def _receive(self, op: Op) -> None:
         message = self._mail.receive(op)
         forward = op.kind is Kind.RECEIVE_FORWARD
@@ -193,6 +227,7 @@ class PipelineRun:
         stage, key = self._stages[op.stage], (op.stage, op.micro_batch)
         x = self._feed.tokens(op.micro_batch) if stage.is_first else self._entering.pop(key)
         for layer, module in stage.layers.items():
+            self._before(op, layer)
             start = self._clock.mark()
             entering = x.detach().requires_grad_() if x.is_floating_point() and self._training else x
             keep = self._training and layer not in stage.recompute
@@ -203,6 +238,7 @@ class PipelineRun:
                 self._in_flight[key].layers.append((layer, entering, out if keep else None))
             x = out.detach().contiguous()
             self._lap(Kind.FORWARD, layer, start)
+            self._after(op, layer)
         if stage.is_last:
             self.losses.append(x)
         else:
@@ -216,6 +252,7 @@ class PipelineRun:
         in_flight = self._in_flight[key]
         while in_flight.layers:
             layer, entering, out = in_flight.layers.pop()
+            self._before(op, layer)
             start = self._clock.mark()
             if out is None:
                 out = stage.layers[layer](entering, *self._feed.arguments(op.micro_batch, layer))
@@ -226,19 +263,18 @@ class PipelineRun:
                 in_flight.put_off.append((layer, later))
             gradient = None if entering.grad is None else entering.grad.contiguous()
             self._lap(Kind.BACKWARD, layer, start)
-            if not split and self._gradients_left[op.stage] == 1:
-                self._layer_done(layer)
+            self._after(op, layer)
         if not stage.is_first:
             assert gradient is not None
             self._pass_on(gradient, op, Kind.SEND_BACKWARD, op.stage - 1)
 
     def _weight_gradients(self, op: Op) -> None:
         for layer, later in self._in_flight[op.stage, op.micro_batch].put_off:
+            self._before(op, layer)
             start = self._clock.mark()
             later.accumulate()
             self._lap(Kind.BACKWARD_WEIGHT, layer, start)
-            if self._gradients_left[op.stage] == 1:
-                self._layer_done(layer)
+            self._after(op, layer)
 
     def _finish_backward(self, op: Op) -> None:
         self._gradients_left[op.stage] -= 1

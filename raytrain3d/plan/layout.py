@@ -28,6 +28,10 @@ TIE = 1e-3
 """Step times closer than this are equal: what is not simulated (messages, cost of an op's start) is more."""
 
 
+MORE_SHARDING = {("none", "op"): "train.sharding optimizer", ("optimizer", "op"): "train.sharding gradients",
+                 ("gradients", "op"): "train.sharding full", ("full", "step"): "train.keep_gathered op"}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEstimate:
     """What one pipeline rank holds and computes, over its stages."""
@@ -185,8 +189,8 @@ def _savers(config: JobConfig) -> Iterator[str]:
         yield "train.recompute_every 1"
     if mesh.tensor > 1 and not train.sequence_parallel:
         yield "train.sequence_parallel true"
-    if train.sharding == "none" and mesh.data > 1:
-        yield "train.sharding optimizer"
+    if mesh.data > 1 and (saver := MORE_SHARDING.get((train.sharding, train.keep_gathered))):
+        yield saver
     if train.micro_batch > 1:
         yield f"train.micro_batch below {train.micro_batch}"
     if mesh.pipeline < config.model.blocks + 2:

@@ -1,6 +1,7 @@
 """Bytes on a rank: weights, gradients, master weights, moments, activations, logits; and what is moved to the host.
 
-State is exact, padding of the flat buffers included. Activations are what autograd keeps for the backward, by the
+State is exact, padding of the flat buffers included: what stays between steps by kind, and as `transient` what layers at
+work have beside it under sharding. Activations are what autograd keeps for the backward, by the
 counting of https://arxiv.org/abs/2205.05198 section 4 applied to each family's own shapes, under these assumptions: a
 matrix product keeps its input; a norm its input; attention is fused and keeps query, key, value and output (with
 attention dropout it runs unfused and keeps the probabilities before and after dropout and the mask); a dropout mask is
@@ -9,17 +10,19 @@ top. Not counted: the framework, communication buffers, temporaries of a forward
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from operator import add
 
 from raytrain3d.config import JobConfig, ModelConfig, Recompute
-from raytrain3d.plan.params import LayerSpec, ModelSpec, flat_layout
+from raytrain3d.plan.params import FlatLayout, LayerSpec, ModelSpec, flat_layout
 from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.program import Programs
 from raytrain3d.plan.recompute import recompute_kind
 from raytrain3d.plan.schedule import Kind, Op
 from raytrain3d.plan.simulate import held_at_peak
+from raytrain3d.plan.uses import Use, layer_uses, makes_gradient
 
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 """By `train.dtype`: weights and activations."""
@@ -35,6 +38,8 @@ class Memory:
     gradients: int = 0
     master: int = 0
     moments: int = 0
+    transient: int = 0
+    """Whole weights and gradients of sharded layers that are at work or on their way."""
     activations: int = 0
     logits: int = 0
     host: int = 0
@@ -53,31 +58,88 @@ class Memory:
 
 def state_memory(num_elements: int, *, dtype: str, sharding: str, data: int,
                  gradient_bytes: int | None = None) -> Memory:
-    """Weights, gradients and AdamW state of `num_elements` trained elements, a multiple of `data` under sharding.
+    """Weights, gradients and AdamW state of `num_elements` trained elements, a multiple of `data`, over which they are
+    sharded.
 
     Bytes an element (https://arxiv.org/abs/1910.02054 with FP32 gradients): bf16 2 + 4 + 4 + 8 = 18, fp32 and fp64 have
-    no master copy: 16 and 32. `optimizer` divides master weights and moments by `data`. gradient_bytes: instead of the
-    type that this package accumulates gradients in.
+    no master copy: 16 and 32. `optimizer` divides master weights and moments by `data`, `gradients` gradients as well,
+    `full` everything. gradient_bytes: instead of the type that this package accumulates gradients in.
     """
-    element, exact = ELEMENT_BYTES[dtype], EXACT_BYTES[dtype]
-    own = num_elements // data if sharding == "optimizer" else num_elements
-    return Memory(weights=num_elements * element, gradients=num_elements * (gradient_bytes or exact),
-                  master=own * exact if exact != element else 0, moments=2 * own * exact)
+    element, exact, own = ELEMENT_BYTES[dtype], EXACT_BYTES[dtype], num_elements // data
+    weights = own if sharding == "full" else num_elements
+    gradients = own if sharding in ("gradients", "full") else num_elements
+    optimizer = num_elements if sharding == "none" else own
+    return Memory(weights=weights * element, gradients=gradients * (gradient_bytes or exact),
+                  master=optimizer * exact if exact != element else 0, moments=2 * optimizer * exact)
 
 
 def layer_state_memory(layer: LayerSpec, config: JobConfig) -> Memory:
-    """State of one layer on a rank that holds it. A frozen layer has weights only."""
-    mesh, train = config.mesh, config.train
-    size = flat_layout(layer, tensor=mesh.tensor, data=mesh.data, decay_all=config.optimizer.decay_all).size
+    """State of one layer on a rank that holds it, between steps. A frozen layer has weights only. Where gradients are
+    sharded those of norms and biases are kept whole beside the shard."""
+    train, layout = config.train, _layout(layer, config)
+    memory = state_memory(layout.size, dtype=train.dtype, sharding=train.sharding, data=config.shard_group)
     if layer.frozen:
-        return Memory(weights=size * ELEMENT_BYTES[train.dtype])
-    memory = state_memory(size, dtype=train.dtype, sharding=train.sharding, data=mesh.data)
+        return Memory(weights=memory.weights)
+    vectors = sum(slot.size for slot in layout.vectors) if config.joint_ops else 0
+    memory += Memory(gradients=vectors * EXACT_BYTES[train.dtype])
     return _optimizer_on_host(memory) if train.offload_optimizer else memory
 
 
 def _optimizer_on_host(memory: Memory) -> Memory:
     """Moments there, and in every type a master copy of the weights, half as large."""
     return replace(memory, master=0, moments=0, host=memory.moments + memory.moments // 2)
+
+
+def _layout(layer: LayerSpec, config: JobConfig) -> FlatLayout:
+    return _flat_layout(layer, config.mesh.tensor, config.mesh.data, config.optimizer.decay_all)
+
+
+@cache
+def _flat_layout(layer: LayerSpec, tensor: int, data: int, decay_all: bool) -> FlatLayout:
+    return flat_layout(layer, tensor=tensor, data=data, decay_all=decay_all)
+
+
+def transient_memory(config: JobConfig, spec: ModelSpec, stages: Mapping[int, range], ops: Iterable[Op]) -> Memory:
+    """Most that whole weights and gradients of sharded layers take at a time: gathered weights of the layer at work and of
+    the next one (of all layers with `keep_gathered: step`), gradients of the layer at work and of the one being reduced.
+    """
+    if not config.joint_ops:
+        return Memory()
+    uses = layer_uses(ops, stages)
+    weights = _gathered(config, spec, uses) if config.train.sharding == "full" else [0] * len(uses)
+    return Memory(transient=max(map(add, weights, _unreduced(config, spec, uses)), default=0))
+
+
+def _gathered(config: JobConfig, spec: ModelSpec, uses: Sequence[Use]) -> list[int]:
+    """Bytes of gathered weights at each use."""
+    element = ELEMENT_BYTES[config.train.dtype]
+
+    def whole(layers: Iterable[int]) -> int:
+        return sum(_layout(state, config).size for state in spec.states_of(set(layers))) * element
+
+    if config.train.keep_gathered == "step":
+        return [whole(layer for _, layer in uses)] * len(uses)
+    found: list[int] = []
+    following: list[int] = []
+    for kind, layer in reversed(uses):
+        needed = [] if kind is Kind.BACKWARD_WEIGHT else [layer]
+        found.append(whole([*needed, *following]))
+        following = needed or following
+    return found[::-1]
+
+
+def _unreduced(config: JobConfig, spec: ModelSpec, uses: Sequence[Use]) -> list[int]:
+    """Bytes of whole gradients at each use. A reduction adds its result, which is not in place."""
+    exact = EXACT_BYTES[config.train.dtype]
+    found: list[int] = []
+    under_way = 0
+    for kind, layer in uses:
+        sizes = [_layout(state, config).size for state in spec.states_of([layer])
+                 if state.has_matrices and not state.frozen]
+        whole = sum(sizes) * exact if makes_gradient(kind, spec.layers[layer], config.train) else 0
+        found.append(whole + under_way)
+        under_way = whole + whole // config.shard_group if whole else under_way
+    return found
 
 
 def local_parameters(layer: LayerSpec, tensor: int) -> int:
@@ -272,7 +334,9 @@ def vocabulary_rows(model: ModelConfig, tensor: int) -> int:
 def rank_memory(config: JobConfig, spec: ModelSpec, stages: Mapping[int, range], ops: Iterable[Op]) -> Memory:
     """Everything on a rank that holds `stages` (stage -> its layers) and runs `ops`."""
     held = spec.states_of(i for layers in stages.values() for i in layers)
-    return sum((layer_state_memory(state, config) for state in held), activation_memory(config, spec, stages, ops))
+    ops = tuple(ops)
+    return (sum((layer_state_memory(state, config) for state in held), transient_memory(config, spec, stages, ops))
+            + activation_memory(config, spec, stages, ops))
 
 
 def missing_memory(config: JobConfig, spec: ModelSpec, programs: Programs) -> Callable[[Stages], float] | None:

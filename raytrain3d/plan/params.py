@@ -102,6 +102,11 @@ class LayerSpec:
     def num_parameters(self) -> int:
         return sum(p.size for p in self.params)
 
+    @property
+    def has_matrices(self) -> bool:
+        """Not norms and biases alone, as a head with a tied projection."""
+        return any(len(p.shape) > 1 for p in self.params)
+
     def forward_flops(self, sequence: int, *, causal: bool = True) -> float:
         """FLOPs of one sample's forward: 2 per weight and token, 4 s^2 x width for attention (half of it when only the
         causal half is computed)."""
@@ -215,8 +220,12 @@ class Slot:
     """Local shape, padding included."""
 
     @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def stop(self) -> int:
-        return self.start + math.prod(self.shape)
+        return self.start + self.size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,6 +241,11 @@ class FlatLayout:
     """Interval whose gradient is summed over the tensor axis (may be empty)."""
     shared_run: tuple[int, int]
     """Interval that every tensor rank holds alike: counted in the gradient norm at tensor coordinate 0 only."""
+
+    @property
+    def vectors(self) -> tuple[Slot, ...]:
+        """Parameters with one dimension: norms and biases."""
+        return tuple(slot for slot in self.slots if len(slot.shape) == 1)
 
 
 def flat_layout(layer: LayerSpec, *, tensor: int, data: int, decay_all: bool = False) -> FlatLayout:

@@ -5,7 +5,8 @@ rank computes. `make_plan` decides, `Plan.table` shows, JSON keeps.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from raytrain3d.config import JobConfig
@@ -13,10 +14,11 @@ from raytrain3d.errors import PlanError
 from raytrain3d.plan.layout import Candidate, Costs, Layout, RankEstimate, choose
 from raytrain3d.plan.memory import Memory
 from raytrain3d.plan.mesh import Mesh
-from raytrain3d.plan.params import model_spec
+from raytrain3d.plan.params import ModelSpec, model_spec
 from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.placement import Bundle, tensor_group_bundle
 from raytrain3d.plan.recompute import describe
+from raytrain3d.plan.sharding import with_any_sharding
 from raytrain3d.plan.simulate import idle_of_wall
 from raytrain3d.plan.splits import NamedSplit, compared
 from raytrain3d.plan.table import plan_table
@@ -51,6 +53,9 @@ class Plan:
     """Tokens of a sample."""
     dtype: str
     sharding: str
+    keep_gathered: str
+    shard_group: int
+    """Replicas that share one copy of what is sharded."""
     recompute: str
     """For people."""
     sequence_parallel: bool
@@ -64,6 +69,11 @@ class Plan:
     """Predicted idle share of wall time over all ranks, messages taken as free."""
     idle_of_ideal: float
     """The same idle time over computing time."""
+
+    def decided(self, config: JobConfig) -> JobConfig:
+        """The job that this is the plan of, with what was left to it."""
+        sharding: Any = {"sharding": self.sharding, "keep_gathered": self.keep_gathered}
+        return replace(config, train=replace(config.train, **sharding))
 
     @property
     def num_layers(self) -> int:
@@ -124,11 +134,11 @@ def make_plan(config: JobConfig, *, device: str = "cpu", measured: Costs | None 
     pipeline.partition `measured`; absent: none are known yet."""
     if device not in ("cpu", "gpu"):
         raise PlanError(f"device is {device!r}: a plan is made for 'cpu' or 'gpu'")
-    train = config.train
     mesh = Mesh(data=config.mesh.data, pipeline=config.mesh.pipeline, tensor=config.mesh.tensor)
-    spec = model_spec(config.model, train, mesh.tensor)
-    shares = split_micro_batches(train.num_micro_batches, mesh.data)
-    chosen, candidates = choose(config, spec, max(shares), measured)
+    spec = model_spec(config.model, config.train, mesh.tensor)
+    shares = split_micro_batches(config.train.num_micro_batches, mesh.data)
+    config, chosen, candidates = _choose(config, spec, max(shares), measured)
+    train = config.train
     idle = _idle_share(chosen, shares)
     return Plan(
         mesh=mesh, schedule=chosen.schedule, chunks=chosen.chunks, placement=chosen.programs.schedule.placement,
@@ -136,9 +146,20 @@ def make_plan(config: JobConfig, *, device: str = "cpu", measured: Costs | None 
         device=device,
         bundle=tensor_group_bundle(mesh, device=device, cpus_per_rank=config.placement.cpus_per_rank),
         micro_batch=train.micro_batch, sequence=train.sequence, dtype=train.dtype, sharding=train.sharding,
-        recompute=describe(config), sequence_parallel=train.sequence_parallel, num_parameters=spec.num_parameters,
-        estimates=chosen.estimates, candidates=candidates, idle_share=idle, idle_of_ideal=idle / (1 - idle),
+        keep_gathered=train.keep_gathered, shard_group=config.shard_group, recompute=describe(config),
+        sequence_parallel=train.sequence_parallel, num_parameters=spec.num_parameters, estimates=chosen.estimates,
+        candidates=candidates, idle_share=idle, idle_of_ideal=idle / (1 - idle),
     )
+
+
+def _choose(config: JobConfig, spec: ModelSpec, num_micro_batches: int,
+            measured: Costs | None) -> tuple[JobConfig, Layout, tuple[Candidate, ...]]:
+    """The job with its sharding, which under `auto` is the first one to fit, and what `layout.choose` gives for it."""
+    *others, last = with_any_sharding(config)
+    for job in others:
+        with suppress(PlanError):
+            return job, *choose(job, spec, num_micro_batches, measured)
+    return last, *choose(last, spec, num_micro_batches, measured)
 
 
 def _split_by(config: JobConfig, measured: Costs | None) -> str:

@@ -2,11 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
-from raytrain3d.plan.program import RECEIVES, SENDS, Channel, Programs, programs_for, receive_of
+from raytrain3d.plan.program import RECEIVES, SENDS, STEP, Channel, Programs, programs_for, receive_of
 from raytrain3d.plan.schedule import Op
 
 
@@ -62,6 +62,14 @@ def channels_of(placement: Sequence[int]) -> tuple[Channel, ...]:
 
 @lru_cache(maxsize=64)
 def rank_program_for(schedule: str, num_ranks: int, num_micro_batches: int, chunks: int, rank: int, *,
-                     training: bool = True) -> RankProgram:
-    """The program of `rank` under a named schedule."""
-    return rank_program(programs_for(schedule, num_ranks, num_micro_batches, chunks, training=training), rank)
+                     training: bool = True, present: int | None = None) -> RankProgram:
+    """The program of `rank` under a named schedule. A replica that has only the first `present` micro-batches runs the
+    other ops too, for what ranks of several replicas do together in them; it has no messages of them."""
+    programs = programs_for(schedule, num_ranks, num_micro_batches, chunks, training=training)
+    return rank_program(programs if present is None else _with_messages_of(programs, present), rank)
+
+
+def _with_messages_of(programs: Programs, present: int) -> Programs:
+    """Without sends and receives of micro-batches from `present` on. What is left keeps its order on both sides."""
+    return replace(programs, ops=tuple(tuple(op for op in ops if op.micro_batch < present or op.kind not in STEP)
+                                       for ops in programs.ops))

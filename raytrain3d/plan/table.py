@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from raytrain3d.plan.memory import Memory
+from raytrain3d.plan.sharding import volumes
 
 if TYPE_CHECKING:
     from raytrain3d.plan.plan import Plan
@@ -41,6 +42,7 @@ def _summary(plan: "Plan") -> list[tuple[str, str]]:
         ("placement", f"{counted(mesh.data, 'gang')}, {counted(mesh.pipeline, 'bundle')} of {plan.bundle} each"),
         ("model", f"{amount(plan.num_parameters)} parameters, {plan.num_layers} layers"),
         ("state", f"{plan.dtype}, sharding {plan.sharding}, recompute {plan.recompute}{divided}"),
+        *(("", text) for text in _sharing(plan)),
         ("batch", f"{samples} of {counted(plan.sequence, 'token')} = {plan.tokens_per_step:,} tokens a step"),
         ("", f"{micro_batches}, {per_replica} a replica"),
         ("schedule", f"{'auto: ' if plan.candidates else ''}{_schedule(plan)}"),
@@ -48,6 +50,15 @@ def _summary(plan: "Plan") -> list[tuple[str, str]]:
         *(("" if i else "split", text) for i, text in enumerate(_split(plan))),
         ("idle", f"{plan.idle_share:.1%} of wall time ({plan.idle_of_ideal:.1%} of ideal time), predicted"),
     ]
+
+
+def _sharing(plan: "Plan") -> Iterator[str]:
+    """`sharded over 2 of 4 replicas, weights gathered for each op; 12 volumes a step (an all-reduce is 2)`."""
+    if plan.shard_group > 1:
+        whole = "" if plan.shard_group == plan.mesh.data else f" of {plan.mesh.data}"
+        gathered = f", weights gathered for each {plan.keep_gathered}" if plan.sharding == "full" else ""
+        sent = volumes(plan.sharding, plan.keep_gathered, max(plan.shares))
+        yield f"sharded over {plan.shard_group}{whole} replicas{gathered}; {sent} volumes a step (an all-reduce is 2)"
 
 
 def _schedule(plan: "Plan") -> str:

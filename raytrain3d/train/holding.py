@@ -8,15 +8,18 @@ import torch
 
 from raytrain3d.config import JobConfig, ModelConfig
 from raytrain3d.model.transformer import Head, Layer, build_layers
+from raytrain3d.parallel.gradients import EveryMicroBatch, GradientReduction, OnceAStep
 from raytrain3d.parallel.groups import Group
 from raytrain3d.parallel.layer_state import LayerState
 from raytrain3d.parallel.pipeline import Stage
+from raytrain3d.parallel.sums import Sums
 from raytrain3d.parallel.tensor import apply_tensor_parallelism
 from raytrain3d.plan.mesh import Coordinate
 from raytrain3d.plan.params import LayerSpec, ModelSpec
 from raytrain3d.plan.plan import Plan
 from raytrain3d.plan.recompute import recompute_kind
-
+from raytrain3d.plan.schedule import Kind
+from raytrain3d.plan.uses import makes_gradient
 
 LayerBuilder = Callable[[ModelConfig, Iterable[int]], dict[int, Layer]]
 """Makes the modules of some layers, without parameters."""
@@ -73,6 +76,16 @@ class Holding:
     def trained(self) -> list[LayerState]:
         return [state for state in self.states.values() if not state.spec.frozen]
 
+    def states_of(self, layer: int) -> tuple[LayerState, ...]:
+        """States with parameters that `layer` computes with."""
+        return tuple(self.states[state.index] for state in self._spec.states_of([layer]))
+
+    def fed(self, kind: Kind, layer: int) -> tuple[LayerState, ...]:
+        """States whose whole gradient must have memory in that part of an op."""
+        if not makes_gradient(kind, self._spec.layers[layer], self._config.train):
+            return ()
+        return tuple(state for state in self.states_of(layer) if state.shards_gradient and state.spec.has_matrices)
+
     @property
     def tied(self) -> int | None:
         """Index of the state of a tied weight, whether it is held here or not."""
@@ -82,11 +95,15 @@ class Holding:
         """A tied state lives on both end stages; the first one saves it and counts its norm."""
         return state.spec.kind != "tied" or 0 in self.stages
 
-    def reduction_order(self) -> list[int]:
-        """Trained states in the order in which all ranks of a data group reduce them: layers from last to first, as their
-        backwards end, then the tied weight."""
-        order = sorted((state.spec.index for state in self.trained() if state.spec.index != self.tied), reverse=True)
-        return order + [state.spec.index for state in self.trained() if state.spec.index == self.tied]
+    def reduction(self, sums: Sums) -> GradientReduction:
+        """Of one step. All ranks of a data group reduce layers from last to first, as their backwards end, then the tied
+        weight."""
+        states = {state.spec.index: state for state in self.trained()}
+        order = sorted(states, key=lambda index: (index == self.tied, -index))
+        ordered = {index: states[index] for index in order}
+        if any(state.shards_gradient for state in states.values()):
+            return EveryMicroBatch(ordered, sums, self.tied, self.fed)
+        return OnceAStep(ordered, sums, self.tied)
 
     def _new_state(self, state: LayerSpec) -> LayerState:
         return LayerState(state, self._config, self._mesh, self._at, self._device)

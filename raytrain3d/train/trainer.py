@@ -24,18 +24,20 @@ from raytrain3d.model.transformer import Layer, build_layers
 from raytrain3d.parallel.channels import Buffers, Mail
 from raytrain3d.parallel.clock import clock_for
 from raytrain3d.parallel.commit import Agreement, CommitVector, sum_over_all
-from raytrain3d.parallel.gradients import GradientReduction
 from raytrain3d.parallel.groups import Groups, Link, join_store
 from raytrain3d.parallel.layer_state import DTYPES, LayerState
 from raytrain3d.parallel.links import measure_links
 from raytrain3d.parallel.migrate import channel_between, fill, moving_buffers, receive_layer, send_layer
 from raytrain3d.parallel.optimizer import gather, update
-from raytrain3d.parallel.pipeline import Feed, LayerTimes, PipelineRun
+from raytrain3d.parallel.pipeline import Around, Feed, LayerTimes, PipelineRun
 from raytrain3d.parallel.snapshots import Snapshots
+from raytrain3d.parallel.sums import Sums
+from raytrain3d.parallel.weights import WeightGathering
 from raytrain3d.plan.params import model_spec
 from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.plan import Plan
 from raytrain3d.plan.rank_program import rank_program_for
+from raytrain3d.plan.uses import layer_uses
 from raytrain3d.train.faults import suffer
 from raytrain3d.train.holding import Holding, LayerBuilder
 from raytrain3d.train.initial import initial_weights
@@ -50,6 +52,7 @@ class Trainer:
 
     def __init__(self, config: JobConfig, plan: Plan, rank: int, *, loader: Loader | None = None,
                  device: torch.device | None = None, build: LayerBuilder = build_layers) -> None:
+        config = plan.decided(config)
         torch.set_num_threads(config.placement.threads_per_rank)
         self._config, self._plan, self.rank = config, plan, rank
         self._at = plan.mesh.coordinate(rank)
@@ -87,7 +90,8 @@ class Trainer:
         timeout_s = self._config.network.timeout_s
         self._generation = generation
         link = Link(join_store(host, port, timeout_s), generation, timeout_s)
-        self._groups = Groups(self._plan.mesh, self._plan.placement, self.rank, link, device=self._plan.device)
+        self._groups = Groups(self._plan.mesh, self._plan.placement, self.rank, link, device=self._plan.device,
+                              shard_group=self._config.shard_group)
         self._holding.connect(self._groups.tensor)
 
     def join_ring(self, peers: Sequence[int]) -> None:
@@ -110,8 +114,8 @@ class Trainer:
         watch.lap("data_wait")
         self._phase = "program"
         suffer(self._config.debug.faults, self.rank, n, self._generation)
-        reduction = GradientReduction(self.states, self._holding.reduction_order(), self._connected, self._holding.tied)
-        run = self._run_program(micro_batches, n, reduction)
+        reduction = self._holding.reduction(Sums(self._connected, DTYPES[self._config.reduce_dtype]))
+        run = self._run_program(micro_batches, n, max(self._plan.shares), reduction)
         watch.lap("pipeline")
         self._phase = "reduction"
         reduction.finish()
@@ -132,7 +136,7 @@ class Trainer:
         """Loss on `evaluate.samples` samples from all over the validation split; the same on every rank."""
         watch = Stopwatch()
         micro_batches = self._loader.validation()
-        run = self._run_program(micro_batches, None, None)
+        run = self._run_program(micro_batches, None, self._loader.largest_validation_share)
         vector = CommitVector(self._plan.mesh, len(self._spec.states))
         self._set_loss(vector, run, micro_batches)
         sum_over_all(vector.values, self._connected)
@@ -200,8 +204,8 @@ class Trainer:
 
     def stand_at(self, step: int) -> None:
         """The state is that of `step`; what is left of a later one is dropped."""
-        for state in self._holding.trained():
-            state.gradient.zero_()
+        for state in self.states.values():
+            state.rest()
         if self._agreed is not None and self._agreed[0] > step:
             self._agreed = None
         self._copies.forget_after(step)
@@ -216,12 +220,13 @@ class Trainer:
             vector = CommitVector(self._plan.mesh, len(self._spec.states))
             vector.values.copy_(torch.tensor(values, dtype=torch.float64))
             if self._held is not None and self._held < step:
-                self._carry_out(step, vector.agreement())
+                self._update(step, self._rate(step), vector.agreement())
                 report = self._report(step, vector.agreement(), None)
             self._agreed = (step, vector)
         for rank, donor in fills:
             if self.rank in (rank, donor):
                 fill(list(self.states.values()), self._connected.data, rank, donor)
+        self._gather()  # all do, since of those that share a layer only some may have come to it
         self.stand_at(step)
         return report
 
@@ -286,9 +291,10 @@ class Trainer:
         assert self._groups is not None, "connect() comes first"
         return self._groups
 
-    def _run_program(self, micro_batches: Sequence[MicroBatch], step: int | None,
-                     reduction: GradientReduction | None) -> PipelineRun:
-        """`step` keys the dropout masks; None: evaluation, forwards alone, nothing is dropped."""
+    def _run_program(self, micro_batches: Sequence[MicroBatch], step: int | None, largest_share: int,
+                     *around: Around) -> PipelineRun:
+        """`step` keys the dropout masks; None: evaluation, forwards alone, nothing is dropped. Where ranks of several
+        replicas gather and reduce within ops, all replicas run the program of the largest share."""
         config, last = self._config, len(self._spec.layers) - 1
 
         def tokens(i: int) -> Tensor:
@@ -302,14 +308,19 @@ class Trainer:
             return (DropoutKeys(seed=config.train.seed, step=step, samples=micro_batches[i].samples),)
 
         plan = self._plan
-        program = rank_program_for(plan.schedule, plan.mesh.pipeline, len(micro_batches), plan.chunks,
-                                   self._at.pipeline, training=step is not None)
+        present = len(micro_batches)
+        program = rank_program_for(plan.schedule, plan.mesh.pipeline, largest_share if config.joint_ops else present,
+                                   plan.chunks, self._at.pipeline, training=step is not None, present=present)
         mail = Mail(self._connected.channels, program, self._buffers)
-        self._run = PipelineRun(self._holding.stages, mail, Feed(tokens, arguments), put_off=put_off,
-                                clock=clock_for(self._device), offload=config.train.offload_activations,
-                                layer_done=reduction.ready if reduction is not None else lambda layer: None,
+        uses = layer_uses(program.ops, {stage: plan.layers_of(stage) for stage in self._holding.stages})
+        weights = WeightGathering(uses, self._holding.states_of, self._connected.shard,
+                                  keep=config.train.keep_gathered == "step")
+        self._run = PipelineRun(self._holding.stages, mail, Feed(tokens, arguments, present), put_off=put_off,
+                                clock=clock_for(self._device), around=(weights, *around),
+                                offload=config.train.offload_activations,
                                 slowdown=self._slowdown(step))
         self._run.execute(program)
+        weights.finish()
         return self._run
 
     def _slowdown(self, step: int | None) -> Callable[[int], float] | None:
@@ -344,22 +355,26 @@ class Trainer:
 
     def _carry_out(self, n: int, agreed: Agreement) -> None:
         """What step n does to the state, once all ranks know what it is."""
-        if agreed.finite:
-            self._update(n, self._rate(n), agreed)
-        for state in self._holding.trained():
-            state.gradient.zero_()
+        self._update(n, self._rate(n), agreed)
+        self._gather()
+        for state in self.states.values():
+            state.rest()
         self._held = n
 
     def _update(self, n: int, rate: float, agreed: Agreement) -> None:
-        """Can be done again after a failure in its second half, where ranks communicate."""
+        """The own parts, unless that was done before a failure or the gradient is not finite."""
+        if self._updated == n or not agreed.finite:
+            return
         clip = self._config.optimizer.clip_norm
         scale = 1.0 if clip is None else min(1.0, clip / (agreed.gradient_norm + 1e-6))
-        if self._updated != n:
-            for state in self._holding.trained():
-                update(state, self._config.optimizer, step=n, rate=rate, scale=scale / max(agreed.tokens, 1))
-            self._updated = n
         for state in self._holding.trained():
-            gather(state, self._connected.data)
+            update(state, self._config.optimizer, step=n, rate=rate, scale=scale / max(agreed.tokens, 1))
+        self._updated = n
+
+    def _gather(self) -> None:
+        """Updated parts from those that share a layer. Can be done again."""
+        for work in [gather(state, self._connected.shard) for state in self._holding.trained()]:
+            work.wait()
 
     def _moving(self) -> list[Tensor]:
         """All buffers of this rank's state but gradients, in a fixed order."""

@@ -43,7 +43,13 @@ def random_layout(draw: random.Random, num_layers: int) -> Layout:
     counts = tuple(end - start for start, end in zip([0, *cuts], [*cuts, num_layers], strict=True))
     return {"mesh": {"data": data, "pipeline": pipeline, "tensor": tensor},
             "pipeline": {"schedule": schedule, "chunks": chunks, "layers": counts},
-            "train": {"sharding": draw.choice(("none", "optimizer"))}}
+            "train": random_sharding(draw, data)}
+
+
+def random_sharding(draw: random.Random, data: int) -> dict[str, Any]:
+    """Any level, in shard groups of any size."""
+    group = draw.choice([None, *(size for size in range(1, data) if data % size == 0)])
+    return {"sharding": draw.choice(("none", "optimizer", "gradients", "full")), "shard_group": group}
 
 
 def random_model(draw: random.Random) -> dict[str, Any]:
@@ -152,7 +158,9 @@ def test_the_pairs_have_every_trait() -> None:
     """Else the test above would say less than it seems to."""
     jobs = [job for seed in range(NUM_PAIRS) for job in random_pair(seed)]
     assert {job.mesh.data for job in jobs} == {1, 2, 3, 4}
-    assert {job.train.sharding for job in jobs} == {"none", "optimizer"}
+    assert {job.train.sharding for job in jobs} == {"none", "optimizer", "gradients", "full"}
+    assert {job.shard_group for job in jobs} == {1, 2, 3, 4}
+    assert any(1 < job.shard_group < job.mesh.data for job in jobs), "shard groups of some replicas"
     assert {job.model.tied_embeddings for job in jobs} == {True, False}
     assert len({job.pipeline.schedule for job in jobs}) == 6
     assert {job.train.dtype for job in jobs} == {"fp32", "bf16", "fp64"}
@@ -161,7 +169,7 @@ def test_the_pairs_have_every_trait() -> None:
     assert max(job.mesh.data * job.mesh.pipeline * job.mesh.tensor for job in jobs) == 8
 
 
-@pytest.mark.parametrize("sharding", ["none", "optimizer"])
+@pytest.mark.parametrize("sharding", ["none", "optimizer", "gradients", "full"])
 def test_replicas_divide_the_writing(sharding: str, tmp_path: Path) -> None:
     config = small_job(mesh={"data": 4}, train={"sharding": sharding, "dtype": "bf16"},
                        model={"hidden": 64, "feed_forward": 256})
@@ -206,13 +214,15 @@ def half_run(config: JobConfig, plan: Plan, rank: int, port: int, generation: in
 
 
 CHANGES: list[tuple[Layout, Layout]] = [
-    ({"mesh": {"data": 2, "pipeline": 2}, "pipeline": {"schedule": "zb_v"}, "train": {"sharding": "optimizer"}},
+    ({"mesh": {"data": 2, "pipeline": 2}, "pipeline": {"schedule": "zb_v"}, "train": {"sharding": "full"}},
      {"mesh": {"tensor": 4}}),
     ({"mesh": {"data": 4, "tensor": 2}, "train": {"sharding": "optimizer"}},
      {"mesh": {"pipeline": 3}, "pipeline": {"schedule": "zb_h1", "layers": (1, 1, 3)}}),
     ({"mesh": {"pipeline": 2, "tensor": 2}, "pipeline": {"schedule": "interleaved"}},
      {"mesh": {"data": 3, "pipeline": 2}, "train": {"sharding": "optimizer"}}),
     ({"mesh": {"data": 3}}, {"mesh": {"data": 2, "tensor": 2}, "train": {"sharding": "optimizer"}}),
+    ({"mesh": {"data": 3, "pipeline": 2}, "train": {"sharding": "gradients"}},
+     {"mesh": {"data": 4, "tensor": 2}, "train": {"sharding": "full", "shard_group": 2}}),
 ]
 
 

@@ -43,7 +43,7 @@ def test_updates_equal_torch(decay_all: bool) -> None:
 
 def test_shards_of_the_optimizer_make_the_same_update() -> None:
     """Three data ranks that each update their part hold together what one rank computes, to the bit."""
-    config = small_job()
+    config = small_job(mesh={"data": 3})
     sharded = replace(config, train=replace(config.train, sharding="optimizer"))
     whole = block_state(config, Mesh(data=3))
     parts = [block_state(sharded, Mesh(data=3), data=d) for d in range(3)]
@@ -58,7 +58,8 @@ def test_shards_of_the_optimizer_make_the_same_update() -> None:
 
 
 def test_norm_counts_every_gradient_element_once() -> None:
-    config, mesh = small_job(model={"kv_heads": 2, "qk_norm": True}), Mesh(data=3, tensor=4)
+    config = small_job(model={"kv_heads": 2, "qk_norm": True}, mesh={"data": 3, "tensor": 4})
+    mesh = Mesh(data=3, tensor=4)
     total = 0.0
     for data in range(3):
         for tensor in range(4):

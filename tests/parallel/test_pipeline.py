@@ -57,13 +57,26 @@ class Post:
         pass
 
 
-def run(layers: dict[int, nn.Module], *kinds: Kind, layer_done: Callable[[int], None] = lambda layer: None,
-        ) -> tuple[PipelineRun, Post]:
+class Watch:
+    """Calls layer_done(layer) when the gradient of a layer is complete."""
+
+    def __init__(self, layer_done: Callable[[int], None]) -> None:
+        self._layer_done = layer_done
+
+    def before(self, kind: Kind, layer: int) -> None:
+        pass
+
+    def after(self, kind: Kind, layer: int, *, last: bool) -> None:
+        if last:
+            self._layer_done(layer)
+
+
+def run(layers: dict[int, nn.Module], *kinds: Kind, around: Watch | None = None) -> tuple[PipelineRun, Post]:
     """Ops of micro-batch 0 at stage 1 of 3."""
     post = Post()
     feed = Feed(tokens=lambda i: torch.ones(1, 2, 3), arguments=lambda i, layer: ())
     pipeline = PipelineRun({1: Stage(layers, is_first=False, is_last=False)}, post, feed,  # type: ignore[arg-type]
-                           put_off=put_off, layer_done=layer_done, clock=HostClock())
+                           put_off=put_off, clock=HostClock(), around=[around] if around else [])
     pipeline.execute(RankProgram(ops=tuple(Op(kind, 1, 0) for kind in kinds), channels={}, arrivals={}, delivered={}))
     return pipeline, post
 
@@ -88,7 +101,7 @@ def test_a_split_backward_adds_the_weight_gradient_in_its_second_part() -> None:
 def test_layers_are_done_from_last_to_first_after_their_last_weight_gradient(kinds: tuple[Kind, ...]) -> None:
     layers = {0: LinearLayer(0), 1: LinearLayer(1)}
     seen: list[tuple[int, bool]] = []
-    run(layers, *FORWARD, *kinds, layer_done=lambda layer: seen.append((layer, bool(layers[layer].weight.grad.any()))))
+    run(layers, *FORWARD, *kinds, around=Watch(lambda layer: seen.append((layer, bool(layers[layer].weight.grad.any())))))
     assert seen == [(1, True), (0, True)]
 
 

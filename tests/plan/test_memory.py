@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from raytrain3d.plan.memory import (
     product_bytes_per_token,
     rank_memory,
     state_memory,
+    transient_memory,
 )
 from raytrain3d.plan.params import flat_layout, model_spec
 from raytrain3d.plan.schedule import Kind, Op
@@ -21,7 +23,8 @@ Job = Callable[..., JobConfig]
 GB = 10**9
 
 
-@pytest.mark.parametrize(("sharding", "gigabytes"), [("none", 120.0), ("optimizer", 31.4)])
+@pytest.mark.parametrize(("sharding", "gigabytes"), [("none", 120.0), ("optimizer", 31.4), ("gradients", 16.6),
+                                                     ("full", 1.9)])
 def test_zero_paper(sharding: str, gigabytes: float) -> None:
     """7.5 billion parameters at d = 64 with 16-bit gradients (arXiv 1910.02054, figure 1)."""
     total = state_memory(7_500_000_000, dtype="bf16", sharding=sharding, data=64, gradient_bytes=2).total
@@ -29,9 +32,9 @@ def test_zero_paper(sharding: str, gigabytes: float) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "sharding", "per_parameter"), [
-    ("bf16", "none", 18), ("bf16", "optimizer", 6 + 12 / 8),
-    ("fp32", "none", 16), ("fp32", "optimizer", 8 + 8 / 8),
-    ("fp64", "none", 32), ("fp64", "optimizer", 16 + 16 / 8),
+    ("bf16", "none", 18), ("bf16", "optimizer", 6 + 12 / 8), ("bf16", "gradients", 2 + 16 / 8), ("bf16", "full", 18 / 8),
+    ("fp32", "none", 16), ("fp32", "optimizer", 8 + 8 / 8), ("fp32", "gradients", 4 + 12 / 8), ("fp32", "full", 16 / 8),
+    ("fp64", "none", 32), ("fp64", "optimizer", 16 + 16 / 8), ("fp64", "full", 32 / 8),
 ])
 def test_bytes_of_a_parameter(dtype: str, sharding: str, per_parameter: float) -> None:
     assert state_memory(10**10, dtype=dtype, sharding=sharding, data=8).total == per_parameter * 10**10
@@ -45,16 +48,38 @@ def test_weights_of_175_billion_parameters_are_350_gigabytes() -> None:
 
 
 @pytest.mark.parametrize(("data", "tensor", "dtype", "sharding"),
-                         list(product((1, 3), (1, 4), ("fp32", "bf16"), ("none", "optimizer"))))
+                         list(product((1, 3), (1, 4), ("fp32", "bf16"), ("none", "optimizer", "gradients", "full"))))
 def test_state_has_the_padding_of_the_flat_buffers(job: Job, data: int, tensor: int, dtype: str, sharding: str) -> None:
     config = job(data=data, tensor=tensor, dtype=dtype, sharding=sharding, vocabulary=300)
     for layer in model_spec(config.model, config.train, tensor).states:
-        size, memory = flat_layout(layer, tensor=tensor, data=data).size, layer_state_memory(layer, config)
-        own = size // data if sharding == "optimizer" else size
-        assert memory.weights == size * (2 if dtype == "bf16" else 4)
-        assert memory.gradients == size * 4
+        layout, memory = flat_layout(layer, tensor=tensor, data=data), layer_state_memory(layer, config)
+        own = layout.size if sharding == "none" else layout.size // data
+        assert memory.weights == (own if sharding == "full" else layout.size) * (2 if dtype == "bf16" else 4)
+        vectors = sum(slot.size for slot in layout.vectors) if data > 1 else 0
+        assert memory.gradients == (own + vectors if sharding in ("gradients", "full") else layout.size) * 4
         assert memory.master == (own * 4 if dtype == "bf16" else 0)
         assert memory.moments == own * 8
+
+
+def test_state_is_shared_within_a_shard_group(job: Job) -> None:
+    config = job(data=4, sharding="full", shard_group=2)
+    block = model_spec(config.model, config.train, 1).layers[1]
+    assert layer_state_memory(block, config).weights == flat_layout(block, tensor=1, data=4).size // 2 * 4
+
+
+@pytest.mark.parametrize(("changes", "weights", "gradients"), [
+    ({"sharding": "none"}, 0, 0), ({"sharding": "optimizer"}, 0, 0), ({"sharding": "gradients"}, 0, 2),
+    ({"sharding": "full"}, 2, 2), ({"sharding": "full", "keep_gathered": "step"}, 4, 2),
+])
+def test_layers_at_work_have_memory_for_whole_weights_and_gradients(job: Job, changes: dict[str, Any], weights: int,
+                                                                    gradients: int) -> None:
+    """Four blocks, forward and back: the one at work and its neighbour, or all that are kept for the step."""
+    config = job(data=2, **changes)
+    spec = model_spec(config.model, config.train, 1)
+    block = flat_layout(spec.layers[1], tensor=1, data=2).size
+    found = transient_memory(config, spec, {0: range(1, 5)}, warm_up(3)).transient
+    result = block // 2 if gradients else 0  # what a reduction gives, beside what it takes
+    assert found == (block * (weights + gradients) + result) * 4
 
 
 def test_frozen_layers_have_weights_only(job: Job) -> None:

@@ -86,7 +86,7 @@ def measured_over_estimate(config: JobConfig, rank: int) -> float:
     program, stages = rank_program_for(*pipeline, rank), stages_of(config, plan, rank)
 
     def work() -> None:
-        PipelineRun(stages, Post(config), feed, put_off=put_off, layer_done=lambda layer: None,  # type: ignore[arg-type]
+        PipelineRun(stages, Post(config), feed, put_off=put_off,  # type: ignore[arg-type]
                     clock=HostClock(), offload=train.offload_activations).execute(program)
 
     estimate = activation_memory(config, model_spec(config.model, train, 1), {s: plan.layers_of(s) for s in stages},

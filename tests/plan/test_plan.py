@@ -14,6 +14,7 @@ from raytrain3d.errors import PlanError
 from raytrain3d.plan.plan import Plan, make_plan, split_micro_batches
 from raytrain3d.plan.program import programs_for
 from raytrain3d.plan.schedule import SCHEDULES
+from raytrain3d.plan.sharding import LEVELS, volumes
 from raytrain3d.plan.table import amount, layer_names, size
 
 Job = Callable[..., JobConfig]
@@ -192,6 +193,33 @@ def test_parameters_of_all_ranks_add_up(job: Job, tensor: int) -> None:
     plan = make_plan(job(tensor=tensor, pipeline=3, vocabulary=64 * tensor))
     replicated = (4 * 2 + 1) * 64 * (tensor - 1)  # norms
     assert tensor * sum(e.parameters for e in plan.estimates) == plan.num_parameters + replicated
+
+
+def test_sharding_that_sends_least_within_the_memory_limit(job: Job) -> None:
+    """Each level is chosen where it just fits, and no other does that sends less."""
+    config = job(data=4, pipeline=2, sharding="auto", blocks=16)
+    levels = [job(data=4, pipeline=2, blocks=16, sharding=sharding) for sharding in LEVELS]
+    needed = [max(e.memory.total for e in make_plan(level).estimates) for level in levels]
+    assert needed == sorted(needed, reverse=True)
+    assert make_plan(config).sharding == "none"
+    for level, memory in zip(levels, needed, strict=True):
+        plan = make_plan(with_limit(config, memory / 2**30))
+        assert plan.sharding == level.train.sharding
+        assert plan.decided(config) == level
+    with pytest.raises(PlanError, match=r"much; less is needed with (?!.*train.sharding)"):
+        make_plan(with_limit(config, (needed[-1] - 1) / 2**30))
+
+
+def test_volumes_of_the_data_axis() -> None:
+    """FACTS: 2 for an all-reduce and ZeRO-1; m + 1 reduced per micro-batch; 3m freed after each use."""
+    assert [volumes(level, "op", 5) for level in LEVELS] == [2, 2, 6, 15]
+    assert [volumes(level, "op", 1) for level in LEVELS] == [2, 2, 2, 3]
+    assert volumes("full", "step", 5) == 6
+
+
+def test_table_says_how_state_is_shared(job: Job) -> None:
+    text = make_plan(job(data=4, sharding="full", shard_group=2)).table()
+    assert "sharded over 2 of 4 replicas, weights gathered for each op; 6 volumes a step" in text
 
 
 def test_device_must_be_decided(job: Job) -> None:

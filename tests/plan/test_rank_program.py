@@ -1,12 +1,13 @@
 """What a rank knows about its program before it runs: arrivals by channel, and which sends have surely arrived."""
 
 import itertools
+from collections import defaultdict
 
 import pytest
 
-from raytrain3d.plan.program import RECEIVES, SENDS, programs_for, receive_of
-from raytrain3d.plan.rank_program import channels_of, rank_program
-from raytrain3d.plan.schedule import SCHEDULES
+from raytrain3d.plan.program import RECEIVES, SENDS, STEP, Channel, programs_for, receive_of
+from raytrain3d.plan.rank_program import channels_of, rank_program, rank_program_for
+from raytrain3d.plan.schedule import SCHEDULES, Op
 
 CHUNKS = {"interleaved": 3, "breadth_first": 2, "zb_v": 2}
 
@@ -42,6 +43,22 @@ def test_arrivals_are_the_receives_of_each_channel_in_order(name: str) -> None:
         for channel, ops in program.arrivals.items():
             assert list(ops) == [op for op in receives if program.channels[op] == channel]
             assert channel.receiver == rank
+
+
+@pytest.mark.parametrize(("name", "present"), list(itertools.product(SCHEDULES, (0, 1, 3, 5))))
+def test_without_some_micro_batches_all_compute_stays_and_messages_still_match(name: str, present: int) -> None:
+    """A replica with fewer micro-batches runs the ops of the largest share, and sends what it has, in order."""
+    whole = programs_for(name, 3, 5, CHUNKS.get(name, 1))
+    programs = [rank_program_for(name, 3, 5, CHUNKS.get(name, 1), rank, present=present) for rank in range(3)]
+    sent: dict[Channel, list[Op]] = defaultdict(list)
+    for program, ops in zip(programs, whole.ops, strict=True):
+        assert [op for op in program.ops if op.kind not in STEP] == [op for op in ops if op.kind not in STEP]
+        assert all(op.micro_batch < present for op in program.channels)
+        for op, channel in program.channels.items():
+            if op.kind in SENDS:
+                sent[channel].append(receive_of(op))
+    assert sent == {channel: list(ops) for program in programs for channel, ops in program.arrivals.items()}
+    assert bool(sent) == (present > 0)
 
 
 def test_channels_join_neighbouring_stages_on_different_ranks() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from raytrain3d.checkpoint.progress import SaveStart
 from raytrain3d.config import JobConfig
 from raytrain3d.parallel import migrate
-from raytrain3d.parallel.gradients import GradientReduction
+from raytrain3d.parallel.gradients import OnceAStep
 from raytrain3d.parallel.groups import Group
 from raytrain3d.parallel.pipeline import PipelineRun
 from raytrain3d.parallel.snapshots import Snapshots
@@ -81,7 +81,7 @@ class ChaosTrainer(Trainer):
         self._counts: Counter[str] = Counter()
         self._generation = 0
         _wrap(PipelineRun, "_execute", lambda run, op: self.meet(OPS.get(op.kind.value, "other")))
-        _wrap(GradientReduction, "_start", lambda *_: self.meet("reduction"))
+        _wrap(OnceAStep, "_start", lambda *_: self.meet("reduction"))
         _wrap(trainer_module, "sum_over_all", lambda *_, **__: self.meet("commit"))
         _wrap(Snapshots, "take", lambda *_: self.meet("snapshot"))
         _wrap(migrate, "send_layer", lambda *_: self.meet("fill"))

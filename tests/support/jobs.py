@@ -41,6 +41,7 @@ class SyntheticLoader:
 
     def adopt(self, plan: Plan) -> None:
         self._share, self._first = plan.shares[self._replica], plan.first_micro_batch(self._replica)
+        self.largest_validation_share = max(plan.shares)
 
     def sample(self, step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         draw = random.Random(f"{step}/{index}")
@@ -115,5 +116,5 @@ class JobRunner:
 def unsharded(config: JobConfig) -> JobConfig:
     """The same job on one rank, one micro-batch at a time, with the loss from whole logits."""
     return replace(config, mesh=MeshConfig(), pipeline=PipelineConfig(),
-                   train=replace(config.train, sharding="none", recompute="none", sequence_parallel=False, micro_batch=1,
-                                 loss_chunk=None))
+                   train=replace(config.train, sharding="none", keep_gathered="op", shard_group=None, recompute="none",
+                                 sequence_parallel=False, micro_batch=1, loss_chunk=None))

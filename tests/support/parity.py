@@ -124,9 +124,14 @@ def check_parity(run: JobRunner, reference: Reference, config: JobConfig,
 # The space of layouts. A case is one value of each factor.
 MESHES = [(data, pipeline, tensor) for tensor in (1, 2, 4, 8) for pipeline in (1, 2, 3, 4) for data in (1, 2, 3, 4)
           if 1 < data * pipeline * tensor <= 8]
+SHARDINGS: dict[str, dict[str, Any]] = {
+    "none": {}, "optimizer": {"sharding": "optimizer"}, "gradients": {"sharding": "gradients"}, "full": {"sharding": "full"},
+    "full_step": {"sharding": "full", "keep_gathered": "step"}, "hybrid": {"sharding": "full", "shard_group": 2},
+}
+"""Keys of `train`. `hybrid` shards over two of four replicas."""
 FACTORS: dict[str, Sequence[Any]] = {
     "mesh": MESHES, "family": ("llama", "gpt2"), "tied": (False, True), "schedule": ("1f1b", "gpipe"),
-    "uneven": (False, True), "sharding": ("none", "optimizer"), "recompute": ("none", "selective", "full"),
+    "uneven": (False, True), "sharding": tuple(SHARDINGS), "recompute": ("none", "selective", "full"),
     "sequence_parallel": (False, True), "dropout": (0.0, 0.1), "micro_batch": (1, 2), "loss_chunk": (7, None),
     "dtype": ("fp64", "fp32"),
 }
@@ -137,13 +142,25 @@ def applies(case: Case) -> bool:
     """Leaves out cases that are another case under a different name, and dropout beyond two tensor ranks."""
     data, pipeline, tensor = case["mesh"]
     return not ((pipeline == 1 and (case["schedule"] != "1f1b" or case["uneven"]))
-                or (data == 1 and case["sharding"] != "none") or (tensor == 1 and case["sequence_parallel"])
+                or (data == 1 and case["sharding"] != "none") or (data < 4 and case["sharding"] == "hybrid")
+                or (tensor == 1 and case["sequence_parallel"])
                 or (case["dropout"] and tensor > 2) or (case["micro_batch"] == 2 and not case["dropout"]))
 
 
 def all_cases() -> list[Case]:
     cases = (dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values()))
     return [case for case in cases if applies(case)]
+
+
+SWEPT = ("mesh", "sharding", "recompute", "sequence_parallel", "dtype")
+
+
+def sharding_cases() -> list[Case]:
+    """Every level of sharding x pipeline 1, 2 x tensor 1, 2 x what else lowers memory, other factors at their first value;
+    over two replicas, or over two of four."""
+    usual = {name: values[0] for name, values in FACTORS.items() if name not in SWEPT}
+    return [case for case in all_cases() if usual.items() <= case.items() and max(case["mesh"][1:]) <= 2
+            and case["mesh"][0] == (4 if case["sharding"] == "hybrid" else 2)]
 
 
 def pairwise_cases() -> list[Case]:
@@ -185,6 +202,6 @@ def case_job(case: Case) -> JobConfig:
              "dropout": case["dropout"], "attention_dropout": case["dropout"]}
     config = small_job(model=model, mesh={"data": data, "pipeline": pipeline, "tensor": tensor},
                        pipeline={"schedule": case["schedule"], "layers": layers},
-                       train={key: case[key] for key in ("sharding", "recompute", "sequence_parallel", "micro_batch",
-                                                       "loss_chunk", "dtype")})
+                       train={**{key: case[key] for key in ("recompute", "sequence_parallel", "micro_batch", "loss_chunk",
+                                                            "dtype")}, **SHARDINGS[case["sharding"]]})
     return replace(config, evaluate=replace(config.evaluate, samples=4))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import JobRunner, SyntheticLoader, small_job
+from parity import SHARDINGS
 from torch import Tensor
 
 from raytrain3d.config import JobConfig, ModelConfig
@@ -83,7 +84,7 @@ def check_moves(run: JobRunner, mesh: tuple[int, int, int], schedule: str, shard
     config = small_job(mesh={"data": data, "pipeline": pipeline, "tensor": tensor},
                        pipeline={"schedule": schedule, "recompute": recompute}, model=shape,
                        train={"steps": STEPS, "global_batch": 2 * data + 1, "dtype": "fp32",
-                              "sharding": sharding if data > 1 else "none", **(train or {})})
+                              **(SHARDINGS[sharding] if data > 1 else {}), **(train or {})})
     stages = pipeline * config.pipeline.num_chunks
     splits = random_splits(seed, config.model.blocks + 2, stages)
     still = run.call(train_with_moves, config, {})
@@ -104,6 +105,9 @@ CASES = [
     ((2, 3, 1), "zb_v", "optimizer", {"tied_embeddings": True}),
     ((1, 4, 2), "interleaved", "none", {"tied_embeddings": True}),
     ((1, 2, 2), "breadth_first", "none", {"family": "gpt2", "kv_heads": 4, "freeze": ("blocks.2",)}),
+    ((3, 2, 1), "zb_v", "gradients", {"tied_embeddings": True}),
+    ((2, 2, 2), "zb_h1", "full", {"kv_heads": 1, "freeze": ("blocks.2",)}),
+    ((2, 2, 1), "interleaved", "full_step", {"tied_embeddings": True}),
 ]
 
 
@@ -130,6 +134,7 @@ def test_moves_change_nothing_where_kernels_differ_by_size(run_job: JobRunner) -
 @pytest.mark.parametrize("mesh", [(data, pipeline, tensor) for data in (1, 2, 3) for tensor in (1, 2, 4)
                                   for pipeline in (2, 3, 4) if tensor < 4 or pipeline == 2], ids=str)
 def test_moves_change_nothing_anywhere(mesh: tuple[int, int, int], schedule: str, run_job: JobRunner) -> None:
-    for seed, sharding in enumerate(("none", "optimizer") if mesh[0] > 1 else ("none",)):
+    for seed, sharding in enumerate(sharding for sharding in SHARDINGS if (sharding != "hybrid" and mesh[0] > 1)
+                                    or sharding == "none"):
         for tied in (False, True):
             check_moves(run_job, mesh, schedule, sharding, seed=seed, model={"tied_embeddings": tied})

@@ -93,10 +93,12 @@ def half_run(config: JobConfig, plan: Plan, rank: int, port: int, generation: in
 @pytest.mark.parametrize("changes", [
     {"mesh": MESHES[0], "train": {"dtype": "bf16", "sharding": "optimizer"}, "model": {"tied_embeddings": True}},
     {"mesh": MESHES[0], "train": {"dtype": "fp32"}, "model": {"dropout": 0.1, "kv_heads": 1}},
-    {"mesh": {"data": 3, "pipeline": 2}, "train": {"dtype": "fp32", "sharding": "optimizer"}, "model": {}},
+    {"mesh": {"data": 3, "pipeline": 2}, "train": {"dtype": "fp32", "sharding": "gradients"}, "model": {}},
     {"mesh": MESHES[0], "train": {"dtype": "fp32", "sequence_parallel": True, "recompute": "selective"},
      "model": {"family": "gpt2", "kv_heads": 8, "dropout": 0.1}},
-], ids=["bf16-sharded-tied", "fp32-dropout-kv1", "fp32-sharded-3x2", "fp32-sequence-parallel"])
+    {"mesh": MESHES[0], "train": {"dtype": "bf16", "sharding": "full", "reduce_dtype": "bf16", "sequence_parallel": True},
+     "model": {}},
+], ids=["bf16-sharded-tied", "fp32-dropout-kv1", "fp32-gradients-3x2", "fp32-sequence-parallel", "bf16-full"])
 def test_a_resumed_run_equals_an_unbroken_one_to_the_bit(run_job: JobRunner, tmp_path: Path, changes: Any) -> None:
     config = small_job(**changes)
     unbroken = run_job(config, 10, after=every_buffer)
@@ -138,7 +140,7 @@ def test_evaluation_is_the_same_under_every_layout(run_job: JobRunner) -> None:
     config = small_job(model={"dropout": 0.1})
     expected = run_job(config, 1, after=Trainer.evaluate)[0][1]
     for mesh in MESHES:
-        job = replace(config, mesh=replace(config.mesh, **mesh))
+        job = replace(config, mesh=replace(config.mesh, **mesh), train=replace(config.train, sharding="full"))
         for _, report in run_job(job, 1, after=Trainer.evaluate):
             assert report.loss == pytest.approx(expected.loss, rel=1e-10)
             assert report.tokens == expected.tokens
