@@ -206,15 +206,18 @@ def test_sharding_that_sends_least_within_the_memory_limit(job: Job) -> None:
 
     config = job(data=4, pipeline=2, blocks=16, sharding="auto")
     assert make_plan(config).sharding == "none"
-    chosen = []
-    for mib in (12, 10, 8, 7, 6.5, 5.5):
-        plan = make_plan(with_limit(config, mib / 1024))
-        chosen.append(plan.sharding)
-        assert plan.sharding == next(level for level in LEVELS if fits(level, mib / 1024))
-        assert plan.decided(config).train.sharding == plan.sharding
-    assert set(chosen) == set(LEVELS), chosen
+    chosen = set()
+    for eighths in range(96, 48, -3):
+        limit = eighths / 8 / 1024
+        first = next((level for level in LEVELS if fits(level, limit)), None)
+        if first is None:
+            break
+        plan = make_plan(with_limit(config, limit))
+        assert plan.sharding == plan.decided(config).train.sharding == first
+        chosen.add(first)
+    assert {"none", "optimizer", "full"} <= chosen
     with pytest.raises(PlanError, match=r"much; less is needed with (?!.*train.sharding)"):
-        make_plan(with_limit(config, 4 / 1024))
+        make_plan(with_limit(config, limit / 2))
 
 
 def test_volumes_of_the_data_axis() -> None:
