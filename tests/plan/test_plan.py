@@ -207,7 +207,7 @@ def test_sharding_that_sends_least_within_the_memory_limit(job: Job) -> None:
     config = job(data=4, pipeline=2, blocks=16, sharding="auto")
     assert make_plan(config).sharding == "none"
     chosen = set()
-    for eighths in range(96, 48, -3):
+    for eighths in range(96, 0, -2):
         limit = eighths / 8 / 1024
         first = next((level for level in LEVELS if fits(level, limit)), None)
         if first is None:
