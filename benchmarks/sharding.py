@@ -2,7 +2,10 @@
 
 A step of all is forward and backward of every micro-batch, reduction, and AdamW without clipping. Both pairs send alike:
 DDP and our `none` reduce once a step; FSDP2 as it comes and our `full` gather a layer for its forward and its backward and
-reduce after every micro-batch. A round also runs each of torch's twice, so that it is seen against itself.
+reduce after every micro-batch. A round also runs each of torch's twice, so that it is seen against itself. Then tensor
+parallelism against DTensor (`sharding_tensor.py`), bf16 against FP32 and the loss in chunks (`sharding_precision.py`).
+
+    python benchmarks/sharding.py [--quick]
 """
 
 import argparse
@@ -13,6 +16,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sharding_precision
+import sharding_tensor
 import torch
 import torch.distributed as dist
 from common import Place, Span, figure, means, ratios, spawn, take_turns, wall_times
@@ -129,7 +134,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     workload, rounds = (QUICK, 1) if arguments.quick else (FULL, arguments.rounds)
-    print(json.dumps(figures(spawn(train, NUM_RANKS, workload, rounds))))
+    found = figures(spawn(train, NUM_RANKS, workload, rounds))
+    for part in (sharding_tensor, sharding_precision):
+        found |= part.run(quick=arguments.quick)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
