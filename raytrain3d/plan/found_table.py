@@ -25,8 +25,8 @@ def found_table(found: Found) -> str:
         f"memory    {best.needed / 1e9:.1f} GB of {best.limit / 1e9:.1f} GB on the fullest rank",
         f"limited   by {limit_of(best)}",
         *(f"          {share:6.1%} {text}" for share, text in _parts(best)),
-        (f"searched  {counted(found.num_candidates, 'layout')}, {found.num_simulated} simulated; bounds on time and memory "
-         "rule out the rest")]
+        (f"searched  {counted(found.num_candidates, 'layout')}, {found.num_simulated} simulated; bounds on time and "
+         "memory rule out the rest")]
     if found.smaller:
         rows: list[Sequence[str]] = [["step", "layout", "memory"]]
         rows += [[f"{choice.step.total / step.total - 1:+.1%}", f"{mesh_text(choice)}, {_rest(choice)}",
