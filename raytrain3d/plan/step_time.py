@@ -217,7 +217,7 @@ class StepTimer:
                 return _shown(reduce, calibration.exposed_reduction, backward_s) + gather
         count = self.num_micro_batches
         more = (count - 1) * _shown(reduce, calibration.exposed_reduction, backward_s)
-        gathers = 1 if train.sharding == "gradients" else 2 * count
+        gathers = 2 * count if train.sharding == "full" and train.keep_gathered == "op" else 1
         return (_shown(reduce, calibration.exposed_reduction, backward_s) + more
                 + _shown(gather, calibration.exposed_reduction, backward_s) * gathers)
 
