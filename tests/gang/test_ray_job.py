@@ -118,7 +118,7 @@ def test_a_killed_actor_is_replaced_in_its_bundle(cluster: str, tmp_path: Path) 
 
     def kill() -> None:
         before.update(actors())
-        os.kill(before["raytrain3d/job/rank-0003 stage 1"], signal.SIGKILL)
+        os.kill(before["raytrain3d/job/rank-0003 pipeline 1"], signal.SIGKILL)
         events = Path(config.run.directory) / "job" / "events.jsonl"
         wait_until(lambda: '"recovered"' in events.read_text(), 60, events.read_text)
         after.update(actors())
@@ -127,7 +127,7 @@ def test_a_killed_actor_is_replaced_in_its_bundle(cluster: str, tmp_path: Path) 
     with after_first_step(config, kill):
         code, text = run(config)
     assert code == 0 and "rank 3 filled from rank 1; goes on after step" in text
-    assert {name for name in before if before[name] != after[name]} == {"raytrain3d/job/rank-0003 stage 1"}
+    assert {name for name in before if before[name] != after[name]} == {"raytrain3d/job/rank-0003 pipeline 1"}
 
 
 def test_sigterm_saves_and_leaves_nothing(cluster: str, tmp_path: Path) -> None:
