@@ -71,8 +71,14 @@ def job(directory: Path, name: str, *, mesh: tuple[int, int] = (1, 4), blocks: i
         debug=DebugConfig(slowdown=slowdown), placement=PlacementConfig(device="cpu"))
 
 
-def run(config: JobConfig, noise: float = 0.0, trainer: Callable[..., Trainer] | None = None) -> Outcome:
-    run_job(config, launcher="local", output=io.StringIO(), trainer=trainer or partial(SleepingTrainer, noise=noise))
+def prepare_data(directory: Path) -> None:
+    """A job wants data to open; nothing is read from it."""
+    prepare([f"{Path(__file__).parent}/*.py"], str(directory / "data"), "bytes", 0.2)
+
+
+def run(config: JobConfig, noise: float = 0.0, trainer: Callable[..., Trainer] | None = None,
+        launcher: str = "local") -> Outcome:
+    run_job(config, launcher=launcher, output=io.StringIO(), trainer=trainer or partial(SleepingTrainer, noise=noise))
     directory = Path(config.run.directory) / config.run.name
     metrics, events = ([json.loads(line) for line in (directory / name).read_text().splitlines()]
                        for name in ("metrics.jsonl", "events.jsonl"))
@@ -263,7 +269,7 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     values: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="rebalance-") as directory:
-        prepare([f"{Path(__file__).parent}/*.py"], f"{directory}/data", "bytes", 0.2)
+        prepare_data(Path(directory))
         for part in arguments.only or (QUICK if arguments.quick else PARTS):
             values |= PARTS[part](Path(directory), arguments.quick)
     print(json.dumps({key: round(value, 4) for key, value in values.items()}))

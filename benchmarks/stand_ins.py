@@ -61,7 +61,9 @@ def sleeping_layers(model: ModelConfig, layers: Iterable[int], noise: float) -> 
 
 
 class NoData:
-    """The same tokens at every step."""
+    """The same tokens at every step, and nothing to validate on."""
+
+    largest_validation_share = 0
 
     def __init__(self, config: JobConfig, plan: Plan, replica: int) -> None:
         self._shape, self._replica = (config.train.micro_batch, config.train.sequence), replica

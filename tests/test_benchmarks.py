@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import rebalance
 import torch
 from common import figure, interval, means, ratios, wall_times
 from contestants import SameLayers, summed_loss
@@ -126,6 +127,12 @@ def test_losses_of_the_benchmark_are_one_and_chunks_take_a_fraction_of_the_memor
     assert chunked.peak() < plain.peak() / 4
 
 
+def test_sleeping_job_runs_to_its_end(tmp_path: Path) -> None:
+    rebalance.prepare_data(tmp_path)
+    config = rebalance.job(tmp_path, "sleeping", mesh=(1, 1), blocks=1, micro_batches=2, steps=2)
+    assert len(rebalance.run(config, launcher="inline").seconds) == 2
+
+
 def run_quick(*command: str) -> tuple[str, dict[str, float]]:
     """What a benchmark prints in its smallest mode, and its last line."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -170,6 +177,15 @@ def test_sharding_benchmark() -> None:
         assert low <= figures[key] <= high
     assert figures["loss_difference"] <= 1e-5
     assert "WRONG" not in printed
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(1800)
+def test_rebalance_benchmark() -> None:
+    _, figures = run_quick("benchmarks/rebalance.py", "--only", "pp4")
+    assert 0.5 < figures["of_best_static"] < 1.2
+    assert figures["gain_vs_uniform"] > 1
 
 
 @pytest.mark.slow
