@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytrain3d.cli_checkpoint import add_checkpoint_commands, add_model_commands
-from raytrain3d.cli_parser import (FAILED, Command, add_address, add_command, add_job_command, add_run_command,
-                                   count_above_0, number_from_0)
+from raytrain3d.cli_parser import FAILED, Command, add_address, add_command, add_job_command, count_above_0, number_from_0
+from raytrain3d.cli_run import add_run_commands
 from raytrain3d.errors import ConfigError, DataError, PlanError, RayTrain3DError
 
 if TYPE_CHECKING:
@@ -42,6 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_INPUT if isinstance(error, ConfigError | PlanError | DataError) else FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
+    except ModuleNotFoundError as error:
+        if parsed.debug or (error.name or "").partition(".")[0] == __package__:
+            raise
+        print(f"error: this Python ({sys.executable}) lacks the package {error.name}: run the one that raytrain3d is "
+              "installed for, by its path (/opt/venv/bin/python -m raytrain3d ..., or `raytrain3d submit --python`)",
+              file=sys.stderr)
+        return FAILED
     except BrokenPipeError:
         # Whoever read the output has gone (`| head`); Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -68,7 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
     for sub in (train, check):
         sub.add_argument("--launcher", choices=("ray", "local", "inline"), default="ray",
                          help="what ranks run in: Ray actors (default), plain processes, or this process")
-        add_address(sub)
+        add_address(sub, "Ray cluster (default: RAY_ADDRESS, else one running here, else one is started)")
     plan = add_job_command(commands, "plan", run_plan, "print the plan of a job; needs neither torch nor Ray")
     plan.add_argument("--json", action="store_true", help="as JSON")
     plan.add_argument("--search", action="store_true",
@@ -100,14 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_job_command(data, "prepare", run_prepare, "make data.path from the text files of data.text")
     add_checkpoint_commands(commands)
     add_model_commands(commands)
-    for name, command, text in (("status", run_status, "say how a running job is"),
-                                ("stop", run_stop, "end a running job after its step, with a checkpoint"),
-                                ("rebalance", run_rebalance, "move layers between the stages of a running job")):
-        sub = add_run_command(commands, name, command, text)
-        if command is run_rebalance:
-            sub.add_argument("--layers", metavar="COUNTS", required=True,
-                             help="layers of each stage, embedding and head counted, such as 5,5,4,2")
-        add_address(sub)
+    add_run_commands(commands)
     add_command(commands, "config", run_config, "print the reference of all configuration keys")
     add_command(commands, "version", run_version, "print the version")
     return parser
@@ -212,40 +212,6 @@ def run_prepare(arguments: argparse.Namespace) -> int:
     data = _job(arguments).data
     manifest = prepare(data.text, data.path, data.tokenizer, data.validation_fraction, progress=ProgressLines())
     _print_dataset(data.path, manifest)
-    return 0
-
-
-def run_status(arguments: argparse.Namespace) -> int:
-    from raytrain3d.gang.mailbox import ask_run
-
-    status = ask_run(arguments.run, "status", directory=arguments.directory, address=arguments.address)
-    print(f"run       {status.run}\nstate     {status.state}\nstep      {status.step} of {status.num_steps}")
-    if status.loss is not None:
-        print(f"loss      {status.loss:.4f}")
-    if status.tokens_per_s is not None:
-        print(f"tokens/s  {status.tokens_per_s:,.0f}")
-    if status.goodput is not None:
-        print(f"goodput   {status.goodput:.0%} of the time went into steps that counted")
-    for event in status.events:
-        print(f"event     {event}")
-    return 0
-
-
-def run_stop(arguments: argparse.Namespace) -> int:
-    from raytrain3d.gang.mailbox import ask_run
-
-    status = ask_run(arguments.run, "stop", directory=arguments.directory, address=arguments.address)
-    print(f"asked {status.run} to stop: it was at step {status.step}, ends after the step under way and saves")
-    return 0
-
-
-def run_rebalance(arguments: argparse.Namespace) -> int:
-    from raytrain3d.gang.mailbox import ask_run
-
-    status = ask_run(arguments.run, f"rebalance {arguments.layers.replace(' ', '')}", directory=arguments.directory,
-                     address=arguments.address)
-    print(f"asked {status.run} for stages of {arguments.layers} layers: it was at step {status.step}, moves at the next "
-          "boundary and says so in its events")
     return 0
 
 

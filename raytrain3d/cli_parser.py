@@ -47,6 +47,13 @@ def count_above_0(text: str) -> int:
     return int(text)
 
 
+def count_from_0(text: str) -> int:
+    """Type of an argument."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 0")
+    return int(text)
+
+
 def number_from_0(text: str) -> float:
     """Type of an argument."""
     try:
@@ -58,7 +65,6 @@ def number_from_0(text: str) -> float:
     return number
 
 
-def add_address(parser: argparse.ArgumentParser) -> None:
+def add_address(parser: argparse.ArgumentParser, text: str) -> None:
     """The option that names a Ray cluster."""
-    parser.add_argument("--address", metavar="ADDRESS",
-                        help="Ray cluster (default: RAY_ADDRESS, else one running here, else one is started)")
+    parser.add_argument("--address", metavar="ADDRESS", help=text)

@@ -20,19 +20,22 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
     "convert": LOW,
+    "masking": {"config"},
     "load": LOW | {"convert", "model.huggingface_config"},
     "reference": {"config"},
     "plan": LOW,
     "data": LOW | {"plan"},
     "model": LOW | {"plan"},
-    "checkpoint": LOW | {"convert", "plan", "model.huggingface", "model.huggingface_config"},
+    "checkpoint": LOW | {"convert", "masking", "plan", "model.huggingface", "model.huggingface_config"},
     "parallel": LOW | {"plan", "checkpoint.layout"},
     "train": LOW | MIDDLE | {"plan"},
     "metrics": LOW | {"plan", "train.report"},
-    "gang": LOW | MIDDLE | {"plan", "train", "metrics", "load"},
+    "gang": LOW | MIDDLE | {"plan", "train", "metrics", "load", "masking"},
     "cli_parser": set(),
     "cli_checkpoint": LOW | MIDDLE | {"cli_parser", "train", "load"},
-    "cli": {"cli_parser", "cli_checkpoint"} | LOW | MIDDLE | {"plan", "train", "metrics", "load", "reference", "gang"},
+    "cli_run": LOW | {"cli_parser", "load", "plan", "gang"},
+    "cli": {"cli_parser", "cli_checkpoint", "cli_run"} | LOW | MIDDLE | {"plan", "train", "metrics", "load", "reference",
+                                                                         "gang"},
     "__main__": {"cli"},
 }
 # Package -> rooms or files that may import it.
@@ -40,6 +43,7 @@ OWNERS: dict[str, set[str]] = {
     "ray": {"gang"},
     "torch.distributed": {"parallel"},
     "pyarrow": {"data", "checkpoint.remote"},
+    "aiohttp": {"gang.jobs"},
     "omegaconf": {"load"},
     "yaml": {"load"},
     "prometheus_client": {"metrics.exporter"},
@@ -50,9 +54,9 @@ OWNERS: dict[str, set[str]] = {
     "numpy": {"data"},
     "torch": {"data", "model", "parallel", "checkpoint", "train", "gang"},
 }
-PURE = ("config", "errors", "convert", "reference", "plan", "data.sampler", "data.manifest", "model.huggingface",
+PURE = ("config", "errors", "convert", "masking", "reference", "plan", "data.sampler", "data.manifest", "model.huggingface",
         "model.huggingface_config", "checkpoint.layout", "checkpoint.manifest", "train.lr", "train.report", "train.standing",
-        "train.position", "gang.failure", "gang.recovery", "gang.budget", "gang.diagnose", "cli")
+        "train.position", "gang.failure", "gang.follow", "gang.recovery", "gang.budget", "gang.diagnose", "cli")
 
 
 @dataclass(frozen=True, kw_only=True)

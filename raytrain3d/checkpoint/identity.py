@@ -11,6 +11,7 @@ from typing import Any
 from raytrain3d.checkpoint.manifest import Manifest
 from raytrain3d.config import JobConfig
 from raytrain3d.errors import CheckpointError
+from raytrain3d.masking import masked_environment
 from raytrain3d.plan.params import model_spec
 
 _FREE_MODEL_KEYS = frozenset({"dropout", "attention_dropout", "initial_std", "freeze", "vocabulary_multiple",
@@ -20,8 +21,8 @@ _FIXED_TRAIN_KEYS = ("seed", "global_batch", "sequence")
 
 
 def plain_config(config: JobConfig) -> dict[str, Any]:
-    """`config` as JSON values."""
-    plain: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    """`config` as JSON values, without the secrets of its environment."""
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(masked_environment(config))))
     return plain
 
 

@@ -125,24 +125,37 @@ def ask_socket(directory: Path, command: str) -> Status | None:
             line = file.readline()
     if not line:
         raise RayTrain3DError(f"the run at {directory} does not answer")
-    record = json.loads(line)
+    return status_from(json.loads(line))
+
+
+def status_from(record: dict[str, Any]) -> Status:
+    """A status that came as JSON."""
     return Status(**{**record, "events": tuple(record["events"])})
 
 
 def ask_run(run: str, command: str, *, directory: str = "runs", address: str | None = None) -> Status:
     """Send `command` to a running job: by its run directory on this machine, else through Ray.
 
-    run: name of the run, or path of its run directory. Raises ConfigError when no such run is under way.
+    run: name of the run, or path of its run directory. address: of the cluster, or the URL of its dashboard. Raises
+    ConfigError when no such run is under way.
     """
     path = Path(run) if os.sep in run else Path(directory) / run
     status = ask_socket(path, command) if path.is_dir() else None
-    if status is None and "://" not in run:
+    if status is None and is_job_server(address):
+        from raytrain3d.gang.jobs import ClusterJobs
+        status = ClusterJobs(address).ask(path.name, command)
+    elif status is None and "://" not in run:
         from raytrain3d.gang.ray_mailbox import ask_actor
         status = ask_actor(path.name, command, address)
     if status is None:
         raise ConfigError(f"no run {run!r} is under way: none answers in {path}, nor in a Ray cluster that can be "
                           "reached (give --address for another)")
     return status
+
+
+def is_job_server(address: str | None) -> bool:
+    """Whether it is the URL of a dashboard, through which jobs are submitted from anywhere."""
+    return address is not None and address.startswith(("http://", "https://"))
 
 
 def now(status: Status) -> Status:

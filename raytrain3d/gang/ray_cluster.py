@@ -75,7 +75,7 @@ def _own(config: JobConfig, say: Callable[[str], None]) -> Iterator[None]:
     num_ranks = config.mesh.data * config.mesh.pipeline * config.mesh.tensor
     num_cpus = math.ceil(round(num_ranks * config.placement.cpus_per_rank, 4))
     directory = tempfile.mkdtemp(prefix="rt3d-")  # short: sockets below it have room for about a hundred characters
-    with _environment(OWN_ENVIRONMENT):
+    with environment(OWN_ENVIRONMENT):
         try:
             ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False,
                      logging_level=logging.ERROR, object_store_memory=OBJECT_STORE_BYTES, _temp_dir=directory)
@@ -87,7 +87,7 @@ def _own(config: JobConfig, say: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
+def environment(values: dict[str, str]) -> Iterator[None]:
     """Set inside, as it was outside. Ray takes these settings from nowhere else."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)

@@ -18,6 +18,7 @@ from raytrain3d.checkpoint.storage import is_absolute, join, open_folder, probe_
 from raytrain3d.config import JobConfig
 from raytrain3d.errors import CheckpointError, ConfigError, PlanError
 from raytrain3d.load import dump, load
+from raytrain3d.masking import masked_environment
 from raytrain3d.plan.plan import Plan
 
 CONFIG, PLAN = "config.yaml", "plan.json"
@@ -88,7 +89,7 @@ class RunDirectory:
                                 parameters=global_shapes(theirs), files=(), entries=())
             check_same_run(manifest, f"output directory {self.location}", self._config)
         with folder.writing(CONFIG) as path:
-            Path(path).write_text(dump(self._config))
+            Path(path).write_text(dump(masked_environment(self._config)))
         self.keep_plan(plan)
 
     def kept_layers(self, plan: Plan) -> tuple[int, ...] | None:
