@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TextIO
 
-from raytrain3d.checkpoint.identity import plain_config
 from raytrain3d.config import JobConfig
 from raytrain3d.data.check import check_data
 from raytrain3d.data.manifest import SPLITS, read_manifest
@@ -20,7 +19,6 @@ from raytrain3d.gang.mailbox import Mailbox, SocketMailbox
 from raytrain3d.gang.run_directory import RunDirectory, check_shared, with_absolute_paths
 from raytrain3d.gang.stop import StopFlag, StopRequested
 from raytrain3d.gang.worker import RankSettings, TrainerFactory, make_trainer
-from raytrain3d.masking import job_environment, masked
 from raytrain3d.metrics.journal import Journal
 from raytrain3d.metrics.progress import Progress, make_progress
 from raytrain3d.metrics.records import Records, measured_costs
@@ -125,8 +123,7 @@ def _train(run: _Run) -> int:
     with stop.on_signals(), _mailboxes(run.launcher, directory, config.run.name) as mailboxes:
         directory.claim(plan)
         records = Records(directory.local)
-        records.event("configured", 0, "the job's configuration and environment, secrets masked",
-                      {"config": masked(plain_config(config)), "environment": job_environment()})
+        directory.log_settings()
         try:
             with run.fleet(plan, directory.logs, stop) as fleet:
                 job = Job(config=config, plan=plan, directory=directory.location, data=data_fingerprint(config),

@@ -4,9 +4,11 @@ A run directory at a URI holds checkpoints, configuration and plan; records and 
 stay in a local directory beside.
 """
 
+import json
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -18,10 +20,10 @@ from raytrain3d.checkpoint.storage import is_absolute, join, open_folder, probe_
 from raytrain3d.config import JobConfig
 from raytrain3d.errors import CheckpointError, ConfigError, PlanError
 from raytrain3d.load import dump, load
-from raytrain3d.masking import masked_environment
+from raytrain3d.masking import job_environment, masked, masked_environment
 from raytrain3d.plan.plan import Plan
 
-CONFIG, PLAN = "config.yaml", "plan.json"
+CONFIG, PLAN, DRIVER_LOG = "config.yaml", "plan.json", "driver.log"
 RAY_WORKING_DIRECTORIES = ("_ray_pkg_", "working_dir_files")
 """Parts of the path of a directory that Ray unpacks for a job and deletes after it."""
 
@@ -91,6 +93,15 @@ class RunDirectory:
         with folder.writing(CONFIG) as path:
             Path(path).write_text(dump(masked_environment(self._config)))
         self.keep_plan(plan)
+
+    def log_settings(self) -> None:
+        """Append configuration and environment, secrets masked, to the driver's log as a line of JSON."""
+        settings = {"time": time.time(), "host": socket.gethostname(), "python": sys.executable,
+                    "config": masked(plain_config(self._config)), "environment": job_environment()}
+        path = Path(self.logs, DRIVER_LOG)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(settings) + "\n")
 
     def kept_layers(self, plan: Plan) -> tuple[int, ...] | None:
         """Layers of each stage as an earlier run of this directory left them, if it had the same ranks and schedule."""

@@ -117,9 +117,8 @@ def test_a_job_is_stopped_and_asked_through_the_dashboard(head: RayHead, place: 
     logs = head.run(*RAYTRAIN3D, "logs", "third", "--address", head.url, "--follow", cwd=tmp_path)
     assert logs.returncode == 143 and "SIGTERM: all ranks left after step" in logs.stdout
 
-    events = (place / "third" / "events.jsonl").read_text()
-    configured = json.loads(events.splitlines()[0])
-    assert configured["config"]["network"]["environment"] == {"HF_TOKEN": "***", "NCCL_DEBUG": "INFO"}
-    assert configured["environment"]["RAY_AUTH_MODE"] == "disabled"
-    for file in ("events.jsonl", "config.yaml", "plan.json"):
+    settings = json.loads((place / "third" / "logs" / "driver.log").read_text())
+    assert settings["config"]["network"]["environment"] == {"HF_TOKEN": "***", "NCCL_DEBUG": "INFO"}
+    assert settings["environment"]["RAY_AUTH_MODE"] == "disabled"
+    for file in ("logs/driver.log", "events.jsonl", "config.yaml", "plan.json"):
         assert "hf_geheim" not in (place / "third" / file).read_text()
