@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
+from ray.exceptions import RayError
 from ray.job_submission import JobDetails, JobSubmissionClient
 
 import raytrain3d
@@ -30,6 +31,7 @@ RUN, GRACE, PYTHON = "raytrain3d_run", "raytrain3d_grace_s", "raytrain3d_python"
 STOP_MARGIN_S = 30.0
 """How much longer than a job's grace a stop is waited for."""
 ASK_LIMIT_S = 120.0
+NO_AGENT, AGENT_LIMIT_S = "No available agent", 60.0
 T = TypeVar("T")
 
 
@@ -113,10 +115,10 @@ class ClusterJobs:
                               f"Stop it with `raytrain3d stop {run} --address {self.url}`, or choose another run.name")
         identity = f"{run}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
         with _staged(config, how) as directory:
-            _reached(lambda: self._client.submit_job(
+            self._submit(
                 entrypoint=f"exec {shlex.quote(how.python)} -m raytrain3d train {JOB_FILE}", submission_id=identity,
                 runtime_env={"working_dir": directory, "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(how.grace_s)}},
-                metadata={RUN: run, GRACE: str(how.grace_s), PYTHON: how.python}))
+                metadata={RUN: run, GRACE: str(how.grace_s), PYTHON: how.python})
         return ClusterJob(identity, self._client)
 
     def job_of(self, run: str) -> ClusterJob:
@@ -137,14 +139,24 @@ class ClusterJobs:
         python = metadata.get(PYTHON, "python")
         entrypoint = shlex.join(["exec", python, "-m", "raytrain3d.gang.ask", metadata.get(RUN, run), command])
         working = {key: value for key, value in (details.runtime_env or {}).items() if key == "working_dir"}
-        identity = _reached(lambda: self._client.submit_job(entrypoint=entrypoint, runtime_env=working))
-        asking = ClusterJob(identity, self._client)
+        asking = ClusterJob(self._submit(entrypoint=entrypoint, runtime_env=working), self._client)
         ended = asking.wait(ASK_LIMIT_S)
         lines = asking.printed().splitlines()
         if ended.status != "SUCCEEDED":
             asking.stop()
             return None
         return status_from(json.loads(lines[-1]))
+
+    def _submit(self, **job: Any) -> str:
+        """The job's id. A head that has just started has no agent to run jobs yet."""
+        end = time.monotonic() + AGENT_LIMIT_S
+        while True:
+            try:
+                return _reached(lambda: self._client.submit_job(**job))
+            except Unreachable as error:
+                if NO_AGENT not in str(error) or time.monotonic() > end:
+                    raise
+            time.sleep(1)
 
     def _newest(self, run: str) -> JobDetails | None:
         jobs = [job for job in _reached(self._client.list_jobs) if job.submission_id is not None
@@ -186,6 +198,6 @@ def _reached(call: Callable[[], T], address: str | None = None) -> T:
     """What `call` returns. Ray's many errors of a server that does not answer, or refuses, in one."""
     try:
         return call()
-    except (ConnectionError, RuntimeError, ValueError, OSError, SystemExit) as error:
+    except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
         where = f" at {address}" if address else ""
         raise Unreachable(f"the cluster's job server{where} does not do it: {error}") from error

@@ -59,6 +59,14 @@ def actors_and_groups(head: RayHead) -> list[str]:
     return found
 
 
+def test_the_drivers_own_code_comes_back(head: RayHead, place: Path, tmp_path: Path) -> None:
+    """2: something to change first."""
+    bad = overrides(place, "bad", 4, "network.interface=nonsense", "data.text=[]", "data.path=/nowhere")
+    done = head.run(*RAYTRAIN3D, "submit", str(ROOT / "jobs/tiny.yaml"), "--wait", "--address", head.url, *bad, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "data.path is '/nowhere'" in done.stdout
+
+
 def test_jobs_beside_each_other_are_followed_stopped_and_resumed(head: RayHead, place: Path, tmp_path: Path) -> None:
     """One job by Ray's own command, whose working directory is this checkout, is stopped in the middle and resumed; another
     by `raytrain3d submit` trains to its end meanwhile."""
@@ -89,14 +97,6 @@ def test_jobs_beside_each_other_are_followed_stopped_and_resumed(head: RayHead, 
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert f"resumed from {place}/first/checkpoints/step-{saved[0]}" in resumed.stdout
     assert f"finished: {saved[0] + 3} steps" in resumed.stdout
-
-
-def test_the_drivers_own_code_comes_back(head: RayHead, place: Path, tmp_path: Path) -> None:
-    """2: something to change first."""
-    bad = overrides(place, "bad", 4, "network.interface=nonsense", "data.text=[]", "data.path=/nowhere")
-    done = head.run(*RAYTRAIN3D, "submit", str(ROOT / "jobs/tiny.yaml"), "--wait", "--address", head.url, *bad, cwd=tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "data.path is '/nowhere'" in done.stdout
 
 
 def test_a_job_is_stopped_and_asked_through_the_dashboard(head: RayHead, place: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from fake_jobs import wait_until
 
 MARK = "RAYTRAIN3D_TEST_HEAD"
 """Environment variable that every process of a head inherits."""
@@ -33,18 +34,21 @@ class RayHead:
     def __init__(self, *, environment: dict[str, str] | None = None) -> None:
         self.directory = tempfile.mkdtemp(prefix="rt3d-")  # short: sockets below have room for about a hundred characters
         self._mark = uuid.uuid4().hex
-        self.port, self._dashboard = free_port(), free_port()
+        self.port, self._dashboard, self._agent = free_port(), free_port(), free_port()
         self.address, self.url = f"127.0.0.1:{self.port}", f"http://127.0.0.1:{self._dashboard}"
         self.environment = {**_without_ray(), "PATH": f"{BIN}:{os.environ['PATH']}", "RAY_AUTH_MODE": "disabled",
                             "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": self.directory, **(environment or {})}
 
     def start(self, *options: str, num_cpus: int = 2) -> None:
         command = [RAY, "start", "--head", "--port", str(self.port), "--dashboard-host", "127.0.0.1",
-                   "--dashboard-port", str(self._dashboard), "--node-ip-address", "127.0.0.1", "--temp-dir", self.directory,
+                   "--dashboard-port", str(self._dashboard),
+                   "--dashboard-agent-listen-port", str(self._agent), "--node-ip-address", "127.0.0.1",
+                   "--temp-dir", self.directory,
                    "--num-cpus", str(num_cpus), "--num-gpus", "0", "--object-store-memory", "100000000",
                    "--include-dashboard", "true", "--disable-usage-stats", *options]
         done = self.run(*command, **{MARK: self._mark, "PYTHONPATH": ""})
         assert done.returncode == 0, done.stdout + done.stderr
+        wait_until(lambda: _answers(self._agent), 60)
 
     def run(self, *command: str, cwd: Path | str | None = None, limit_s: float = 120,
             **more: str) -> subprocess.CompletedProcess[str]:
@@ -67,6 +71,12 @@ class RayHead:
             while self.processes() and time.monotonic() < end:
                 time.sleep(0.2)
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _answers(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
 
 
 def _without_ray() -> dict[str, str]:
