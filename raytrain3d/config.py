@@ -497,6 +497,33 @@ class RecoveryConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StabilityConfig:
+    """Numbers that go bad. A step whose loss or gradient is not finite changes nothing; it is computed once more to name the
+    layer and the rank where that began."""
+
+    skipped: int = 10
+    """Steps without finite numbers among the last `window` that a run survives; one more ends it. While the last step was
+    such a one nothing is saved, so that the newest checkpoint is a good one."""
+    window: int = 100
+    """Steps that are looked back at."""
+    spike: float | None = None
+    """A loss spike is a loss so many standard deviations (estimated from the median deviation) above the median of the last
+    `window` steps, once there are half as many. Absent: none is looked for."""
+    on_spike: Literal["tell", "rewind"] = "tell"
+    """`rewind` goes back to the newest checkpoint from before the spike and leaves the data of the offending steps out: they
+    change nothing, and checkpoints list them."""
+    leave_out_before: int = 0
+    """Steps before the spike that are left out, too, as far as they come after that checkpoint."""
+    rewinds: int = 3
+    """Spikes that a run goes back for; later ones are only told."""
+
+    def __post_init__(self) -> None:
+        _positive("stability", window=self.window, spike=self.spike)
+        for name in ("skipped", "leave_out_before", "rewinds"):
+            _require(getattr(self, name) >= 0, f"stability.{name}", getattr(self, name), "must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SlowdownConfig:
     """Make one rank, or one layer wherever it lives, slower than it is."""
 
@@ -583,6 +610,8 @@ class JobConfig:
     """Moving layers while the job runs."""
     recovery: RecoveryConfig = RecoveryConfig()
     """Going on after ranks were lost."""
+    stability: StabilityConfig = StabilityConfig()
+    """Numbers that go bad."""
     debug: DebugConfig = DebugConfig()
     """Slowdowns on purpose."""
 

@@ -29,6 +29,10 @@ class CapacityError(RayTrain3DError):
     """The cluster did not offer what the plan needs within the configured wait."""
 
 
+class NumbersFailed(RayTrain3DError):
+    """Loss or gradients were not finite in more steps than allowed. The message names the layers and ranks."""
+
+
 class RankFailed(RayTrain3DError):
     """A rank died, raised or hung. `rank`, `step` and `op` say where, as far as it is known."""
 

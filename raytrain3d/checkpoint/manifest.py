@@ -62,7 +62,6 @@ class Receipt:
 
     rank: int
     step: int
-    skipped_steps: tuple[int, ...]
     file: FileRecord | None
     """Absent when the rank had nothing to write."""
     entries: tuple[Entry, ...]
@@ -81,7 +80,8 @@ class Manifest:
     config: dict[str, Any]
     """The run's configuration as plain JSON values."""
     skipped_steps: tuple[int, ...]
-    """Steps whose gradient was not finite: they changed nothing."""
+    """Steps that change nothing: their numbers were not finite, or they are left out because of a loss spike. Of the latter
+    some may be still to come."""
     parameters: dict[str, tuple[int, ...]]
     """Global, unpadded shape of every parameter of the model."""
     files: tuple[FileRecord, ...]

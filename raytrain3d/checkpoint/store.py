@@ -30,7 +30,7 @@ def step_directory(run_directory: str, step: int) -> str:
 
 
 def write_shard(directory: str | Folder, rank: int, pieces: Sequence[Piece], *, step: int,
-                skipped_steps: Sequence[int] = (), before_block: Callable[[], None] = lambda: None) -> Receipt:
+                before_block: Callable[[], None] = lambda: None) -> Receipt:
     """Rank side: writes `pieces` (empty ones left out) durably and returns what the driver needs to commit.
 
     Pieces of one rank must not overlap. Raises CheckpointError naming the file when it cannot be written, or when
@@ -43,30 +43,28 @@ def write_shard(directory: str | Folder, rank: int, pieces: Sequence[Piece], *, 
     if unknown:
         raise ValueError(f"unknown kinds {sorted(unknown)}")
     pieces = [piece for piece in pieces if piece.rectangle.size]
-    skipped = tuple(skipped_steps)
     if not pieces:
-        return Receipt(rank=rank, step=step, skipped_steps=skipped, file=None, entries=())
+        return Receipt(rank=rank, step=step, file=None, entries=())
     name = f"rank-{rank:04d}.safetensors"
     with folder.writing(name) as path:
         file, entries = write_file(path, name, pieces, before_block)
-    return Receipt(rank=rank, step=step, skipped_steps=skipped, file=file, entries=entries)
+    return Receipt(rank=rank, step=step, file=file, entries=entries)
 
 
 def commit(directory: str | Folder, step: int, receipts: Sequence[Receipt], *, config: JobConfig,
-           data: str | None = None, validation_loss: float | None = None) -> None:
+           data: str | None = None, validation_loss: float | None = None, skipped_steps: Sequence[int] = ()) -> None:
     """Driver side: makes the shards of all ranks a checkpoint. `data` is the fingerprint of the token data.
 
     Raises CheckpointError when receipts are of different steps or some parameter was not written in full.
     """
     folder = open_folder(directory)
     for receipt in receipts:
-        if (receipt.step, receipt.skipped_steps) != (step, receipts[0].skipped_steps):
-            raise CheckpointError(f"{folder.path}: rank {receipt.rank} saved step {receipt.step} with skipped steps "
-                                  f"{receipt.skipped_steps}, rank {receipts[0].rank} skipped "
-                                  f"{receipts[0].skipped_steps} and the checkpoint is of step {step}")
+        if receipt.step != step:
+            raise CheckpointError(f"{folder.path}: rank {receipt.rank} saved step {receipt.step}, and the checkpoint is of "
+                                  f"step {step}")
     commit_manifest(folder, Manifest(
         step=step, run=config.run.name, data=data, config=plain_config(config), parameters=global_shapes(config),
-        skipped_steps=receipts[0].skipped_steps if receipts else (),
+        skipped_steps=tuple(skipped_steps),
         files=tuple(receipt.file for receipt in receipts if receipt.file is not None),
         entries=tuple(entry for receipt in receipts for entry in receipt.entries),
         validation_loss=_finite(validation_loss)))

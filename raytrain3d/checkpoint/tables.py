@@ -49,7 +49,7 @@ def _facts(folder: Folder, manifest: Manifest) -> Iterable[tuple[str, str]]:
     if manifest.validation_loss is not None:
         yield "loss", f"{manifest.validation_loss:.4f} nats a token on the validation split"
     if manifest.skipped_steps:
-        yield "skipped", f"steps {', '.join(map(str, manifest.skipped_steps))} (gradient not finite)"
+        yield "skipped", f"steps {', '.join(map(str, manifest.skipped_steps))} (not finite, or left out after a loss spike)"
     if manifest.data is not None:
         yield "data", f"{manifest.config.get('data', {}).get('path', '')} (fingerprint {manifest.data[:12]})"
 

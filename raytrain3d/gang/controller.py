@@ -8,7 +8,7 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from raytrain3d.checkpoint.store import step_directory
+from raytrain3d.checkpoint.store import remove, step_directory, steps
 from raytrain3d.config import JobConfig
 from raytrain3d.errors import RayTrain3DError
 from raytrain3d.gang.fleet import DRAIN_S, POLL_S, Fleet, FleetFailed
@@ -17,8 +17,8 @@ from raytrain3d.gang.resume import check_resume, resume
 from raytrain3d.gang.saving import Saver
 from raytrain3d.gang.rebalancer import Rebalancer
 from raytrain3d.gang.recoverer import Recoverer, Store
+from raytrain3d.gang.stability import Stability
 from raytrain3d.gang.stop import StopFlag, StopRequested
-from raytrain3d.gang.worker import LeaseEnd
 from raytrain3d.metrics.goodput import Goodput
 from raytrain3d.metrics.journal import Journal
 from raytrain3d.metrics.summary import RebalanceSummary, StepSummary, summarize
@@ -92,7 +92,8 @@ class Controller:
             serve=lambda: job.serve_store(job.store_host, job.config.network.store_port))
         self._state = State.STARTING
         self._step = self._tended = 0
-        self._saver = Saver(fleet, journal, job.config, job.directory, job.data)
+        self._stability = Stability(job.config.stability, journal)
+        self._saver = Saver(fleet, journal, job.config, job.directory, job.data, self._stability.skipped_steps)
         self._goodput = Goodput()
         self._validation_loss: float | None = None
         self._last: StepSummary | None = None
@@ -155,8 +156,10 @@ class Controller:
 
     def _resume(self) -> None:
         saver, directory = self._saver, self._job.directory
-        saver.saved, saver.damaged = resume(self._fleet, self._journal, directory, self._config, self._job.data)
+        found = resume(self._fleet, self._journal, directory, self._config, self._job.data)
+        saver.saved, saver.damaged = found.step, found.damaged
         self._step = self._tended = saver.saved or 0
+        self._stability.resume(self._step, found.skipped_steps)
         self._journal.rewind(self._step)
         self._goodput.rewind(self._step)
         if saver.saved is not None:
@@ -167,14 +170,24 @@ class Controller:
     def _train_on(self) -> State:
         """One lease, then what is due where it ended."""
         if self._tended == self._step:  # else a failure came between the two
-            decision = self._rebalancer.next_decision(self._step + 1)
-            self._step = self._run_lease(lease_end(self._step, self._config, decision)).step
+            self._run_lease()
         is_last = self._step == self._config.train.steps
         if self._stop.reason is not None and not is_last:
             self._read_reports(until=self._step)
             self._journal.event("stopping", self._step, f"{self._stop.reason}: all ranks left after step {self._step}")
-            self._saver.finish(self._step)
+            if self._stability.is_bad(self._step):
+                self._saver.give_up()
+            else:
+                self._saver.finish(self._step)
             return State.FINISHED
+        self._stability.check()
+        if self._went_back_for_a_spike():
+            return State.RUNNING
+        self._tend(is_last)
+        return State.FINISHED if is_last else State.RUNNING
+
+    def _tend(self, is_last: bool) -> None:
+        """Do what is due after a step."""
         saves = is_last or self._is_due(self._config.checkpoint.interval)
         evaluates = is_last or self._is_due(self._config.evaluate.interval)
         rebalances = not is_last and self._rebalancer.is_due(self._step)
@@ -182,30 +195,43 @@ class Controller:
             self._read_reports(until=self._step)
         if is_last:
             self._saver.finish(self._step)
-        elif saves:
+        elif saves and not self._stability.is_bad(self._step):
             self._saver.begin(self._step)
         if evaluates:
             self._evaluate()
-        if is_last:
-            return State.FINISHED
         if rebalances:
             self._rebalancer.act(self._step)
         self._tended = self._step
-        return State.RUNNING
 
-    def _run_lease(self, last: int) -> LeaseEnd:
+    def _went_back_for_a_spike(self) -> bool:
+        """Checkpoints of what came of it are removed, so that a restart does not go on from them."""
+        spike, directory = self._stability.take_spike(), self._job.directory
+        if spike is None:
+            return False
+        if not any(step < spike.first for step in steps(directory)):
+            self._stability.stay(spike)
+            return False
+        self._saver.give_up()
+        for step in [step for step in steps(directory) if step >= spike.first]:
+            remove(directory, step)
+        self._go_back()
+        self._stability.leave_out(spike, self._step)
+        return True
+
+    def _run_lease(self) -> None:
+        last = lease_end(self._step, self._config, self._rebalancer.next_decision(self._step + 1))
         self._goodput.begin()
-        lease = self._fleet.train(self._step + 1, last)
-        asked = False
+        lease = self._fleet.train(self._step + 1, last, self._stability.left_out)
         while (end := self._fleet.wait(lease, POLL_S, self._rebalancer.plan)) is None:
             self._read_reports()
             self._saver.poll(training=True)
             self._listen()
-            if self._stop.reason is not None and not asked:
+            if self._stop.reason is not None or self._stability.alarm:
                 self._fleet.request_stop()
-                asked = True
         self._listen()
-        return end
+        self._step = end.step
+        if end.step < last:
+            self._read_reports(until=end.step)
 
     def _is_due(self, interval: int | None) -> bool:
         return interval is not None and self._step % interval == 0
@@ -242,6 +268,7 @@ class Controller:
         self._step = self._tended = step
         self._journal.rewind(step)
         self._goodput.rewind(step)
+        self._stability.rewind(step)
         self._rebalancer.return_to(stages)
 
     @property
@@ -261,6 +288,7 @@ class Controller:
         self._last = summarize(reports, self._job.plan.mesh, self._rebalancer.summary)
         self._goodput.count(self._last.step, self._last.seconds)
         self._journal.step(self._last, goodput=self._goodput.share)
+        self._stability.watch(self._last, reports, self._rebalancer.plan, self._fleet.nodes)
 
     def _listen(self) -> None:
         for command in [command for mailbox in self._mailboxes for command in mailbox.commands()]:

@@ -146,10 +146,11 @@ class Fleet:
         self._reader = ReportReader(self._ranks, after=step)
         return next((error for error in errors if error is not None), None)
 
-    def train(self, first: int, last: int) -> Lease:
-        """Start a lease; `wait` tells when it has ended."""
+    def train(self, first: int, last: int, left_out: frozenset[int] = frozenset()) -> Lease:
+        """Start a lease; `wait` tells when it has ended. Steps in `left_out` are passed over."""
         self._watch.begin()
-        return Lease(first, last, {handle.rank: handle.call(RankWorker.train, first, last) for handle in self._ranks})
+        return Lease(first, last, {handle.rank: handle.call(RankWorker.train, first, last, left_out)
+                                   for handle in self._ranks})
 
     def wait(self, lease: Lease, limit_s: float, plan: Plan) -> LeaseEnd | None:
         """How the lease ended, or None when it is still running after `limit_s`. plan: what the ranks are running."""

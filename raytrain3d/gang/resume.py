@@ -1,5 +1,7 @@
 """Where a job goes on: from the newest whole checkpoint of its run directory, or from fresh weights."""
 
+from dataclasses import dataclass
+
 from raytrain3d.checkpoint.identity import check_same_run
 from raytrain3d.checkpoint.store import clean, read_manifest, step_directory, steps
 from raytrain3d.config import JobConfig
@@ -20,10 +22,20 @@ def check_resume(directory: str, config: JobConfig) -> None:
                           f"{newest}: set train.steps to at least {newest}, or give another run.name")
 
 
-def resume(fleet: Fleet, journal: Journal, directory: str, config: JobConfig,
-           data: str | None) -> tuple[int | None, set[int]]:
-    """Every rank holds the state of the newest checkpoint that is whole. Its step, None for fresh weights; and the steps of
-    newer ones that are damaged.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumed:
+    """Where all ranks are now."""
+
+    step: int | None
+    """None for fresh weights."""
+    skipped_steps: tuple[int, ...] = ()
+    """That the checkpoint lists."""
+    damaged: set[int]
+    """Steps of newer checkpoints that cannot be loaded."""
+
+
+def resume(fleet: Fleet, journal: Journal, directory: str, config: JobConfig, data: str | None) -> Resumed:
+    """Every rank holds the state of the newest checkpoint that is whole.
 
     CheckpointError when a checkpoint belongs to another run, or when there are some and all are damaged.
     """
@@ -32,7 +44,7 @@ def resume(fleet: Fleet, journal: Journal, directory: str, config: JobConfig,
         place = step_directory(directory, step)
         error = _load(fleet, place, step, config, data)
         if error is None:
-            return step, damaged
+            return Resumed(step=step, skipped_steps=read_manifest(place).skipped_steps, damaged=damaged)
         journal.event("damaged checkpoint", step, f"cannot resume from {place}: {error}. Trying the one before it",
                       error=error)
         damaged.add(step)
@@ -40,7 +52,7 @@ def resume(fleet: Fleet, journal: Journal, directory: str, config: JobConfig,
         raise CheckpointError(f"none of the checkpoints in {directory} can be loaded (see above): repair the files, or "
                               "remove the checkpoints to begin anew")
     fleet.restore(None, 0)
-    return None, damaged
+    return Resumed(step=None, damaged=damaged)
 
 
 def _load(fleet: Fleet, place: str, step: int, config: JobConfig, data: str | None) -> str | None:

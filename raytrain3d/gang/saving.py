@@ -55,9 +55,11 @@ class _Save:
 class Saver:
     """Saves of the job whose ranks are `fleet`."""
 
-    def __init__(self, fleet: Fleet, journal: Journal, config: JobConfig, directory: str, data: str | None) -> None:
+    def __init__(self, fleet: Fleet, journal: Journal, config: JobConfig, directory: str, data: str | None,
+                 skipped_steps: Callable[[int], tuple[int, ...]] = lambda step: ()) -> None:
+        """skipped_steps: that a state after a step has left out."""
         self._fleet, self._journal, self._config = fleet, journal, config
-        self._directory, self._data = directory, data
+        self._directory, self._data, self._skipped_steps = directory, data, skipped_steps
         self._save: _Save | None = None
         self._losses: dict[int, float] = {}
         self._saved_at: float | None = None
@@ -166,7 +168,7 @@ class Saver:
     def _commit(self, save: _Save, receipts: Sequence[Receipt], write_s: float) -> None:
         try:
             commit(save.directory, save.step, receipts, config=self._config, data=self._data,
-                   validation_loss=self._losses.get(save.step))
+                   validation_loss=self._losses.get(save.step), skipped_steps=self._skipped_steps(save.step))
         except CheckpointError as error:
             wait_s = min(FIRST_WAIT_S * 2**save.commit_failures, LONGEST_WAIT_S)
             save.commit_failures, save.next_commit = save.commit_failures + 1, time.monotonic() + wait_s

@@ -204,16 +204,19 @@ class RankWorker:
         self._step = step
         logger.info("holding the snapshot of step %d, ranks filled: %s", step, [rank for rank, _ in fills])
 
-    def train(self, first: int, last: int) -> LeaseEnd:
-        """A lease: steps `first` to `last`, or until some rank was asked to stop."""
+    def train(self, first: int, last: int, left_out: frozenset[int]) -> LeaseEnd:
+        """A lease: steps `first` to `last`, or until some rank was asked to stop, or numbers were not finite. Steps in
+        `left_out` are passed over."""
+        self._connected.begin_lease()
         for n in range(first, last + 1):
             self._step = n
-            report = self._written_down(self._connected.step(n))
+            trainer = self._connected
+            report = self._written_down(trainer.pass_over(n) if n in left_out else trainer.step(n))
             with self._lock:
                 self._reports.append(report)
             logger.debug("step %d loss %.6f in %.3f s", n, report.loss, report.seconds)
-            if report.stop:
-                return LeaseEnd(step=n, stopped=True)
+            if report.stop or (report.skipped and n not in left_out):
+                return LeaseEnd(step=n, stopped=report.stop)
         return LeaseEnd(step=last, stopped=False)
 
     def evaluate(self) -> EvaluationReport:
@@ -286,7 +289,7 @@ class RankWorker:
         self._connected.hurry_save()
 
     def request_stop(self) -> None:
-        """All ranks leave their lease after the same step, the next one that commits."""
+        """All ranks leave the lease under way after the same step, the next one that commits."""
         trainer = self._trainer
         if trainer is not None:
             trainer.request_stop()

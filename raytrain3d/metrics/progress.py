@@ -82,8 +82,6 @@ class PlainProgress:
         if now - self._last_line >= LINE_INTERVAL_S or summary.step == self._num_steps:
             self._last_line = now
             self.say("  ".join(f"{name} {text}" for name, text in figures(summary, self._num_steps, left)))
-        if summary.skipped:
-            self.say(f"step {summary.step} skipped: its gradient is not finite")
 
     def say(self, text: str) -> None:
         self._output.write(text + "\n")
@@ -114,8 +112,6 @@ class LiveProgress:
             table.add_column(name, justify="right")
         table.add_row(*(text for _, text in shown))
         self._live.update(Group(table, ProgressBar(total=self._num_steps, completed=summary.step)))
-        if summary.skipped:
-            self.say(f"step {summary.step} skipped: its gradient is not finite")
 
     def say(self, text: str) -> None:
         self._console.print(Text(text))

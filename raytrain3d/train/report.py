@@ -2,6 +2,24 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import Literal
+
+
+Place = Literal["weights", "forward", "backward", "gradient", "sum"]
+"""Where a layer's numbers are not finite: its weights, its output, the gradient of its input, that of its weights on one
+rank, or only that of its weights added up over replicas."""
+PLACES: tuple[Place, ...] = ("weights", "forward", "backward", "gradient", "sum")
+"""In the order in which a step comes by."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Where finite numbers became others on one rank."""
+
+    layer: str
+    place: Place
+    op: str | None
+    """The op under way, if one was."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +48,9 @@ class StepReport:
     """Global norm before clipping."""
     learning_rate: float
     skipped: bool = False
-    """The gradient was not finite: parameters stayed as they were."""
+    """Loss or gradient was not finite, or the step was passed over: parameters stayed as they were."""
+    origin: Origin | None = None
+    """Where on this rank finite numbers became others, if they did."""
     stop: bool = False
     """Some rank was asked to stop: every rank leaves its lease after this step."""
     seconds: float

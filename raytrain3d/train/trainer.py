@@ -39,11 +39,12 @@ from raytrain3d.plan.plan import Plan
 from raytrain3d.plan.rank_program import rank_program_for
 from raytrain3d.plan.uses import layer_uses
 from raytrain3d.train.faults import suffer
+from raytrain3d.train.finite import FiniteWatch
 from raytrain3d.train.holding import Holding, LayerBuilder
 from raytrain3d.train.initial import initial_weights
 from raytrain3d.train.lr import learning_rate
 from raytrain3d.train.position import Phase, Position
-from raytrain3d.train.report import EvaluationReport, StepReport, Stopwatch, Timeline
+from raytrain3d.train.report import EvaluationReport, Origin, StepReport, Stopwatch, Timeline
 from raytrain3d.train.standing import Standing
 
 
@@ -105,6 +106,10 @@ class Trainer:
         for state in self.states.values():
             state.fill(values)
 
+    def begin_lease(self) -> None:
+        """A wish to leave the lease before is over."""
+        self._stop_asked = False
+
     def step(self, n: int) -> StepReport:
         """Train on the global batch of step n (from 1). The report is the same on all ranks but for rank and times."""
         self._watch = watch = Stopwatch()
@@ -123,6 +128,7 @@ class Trainer:
         self._phase = "commit"
         agreed = self._agree(n, run, micro_batches)
         watch.lap("commit_wait")
+        origin = None if agreed.finite else self._examine(n, micro_batches)
         self._phase = "update"
         self._carry_out(n, agreed)
         interval = self._config.recovery.snapshot_interval
@@ -130,7 +136,19 @@ class Trainer:
             self._copies.take(n, self._plan.stages, self._moving())
         watch.lap("optimizer")
         self._phase = None
-        return self._report(n, agreed, run)
+        return replace(self._report(n, agreed, run), origin=origin)
+
+    def pass_over(self, n: int) -> StepReport:
+        """Step n changes nothing and computes nothing: its data is left out, everything else goes on."""
+        self._watch = Stopwatch()
+        self._now, self._run, self._phase = n, None, "commit"
+        vector = CommitVector(self._plan.mesh, len(self._spec.states))
+        vector.set_loss(self._at.data, math.nan, 0)
+        agreed = self._sum(n, vector)
+        self._phase = "update"
+        self._carry_out(n, agreed)
+        self._phase = None
+        return self._report(n, agreed, None)
 
     def evaluate(self) -> EvaluationReport:
         """Loss on `evaluate.samples` samples from all over the validation split; the same on every rank."""
@@ -343,15 +361,36 @@ class Trainer:
                 vector.set_norm(state.spec.index, self._at.tensor, self._at.data, state.squared_norm())
         self._set_loss(vector, run, micro_batches)
         self._connected.check()  # after the device has come to the end of its reductions: the norms are of whole ones
+        return self._sum(n, vector)
+
+    def _sum(self, n: int, vector: CommitVector) -> Agreement:
+        """What step n is, by the vectors of all ranks."""
         if self._copies.at_rest:
             vector.say_copies_done()
         if self._stop_asked:
             vector.ask_stop()
+
         def got() -> None:
             self._agreed = (n, vector)
 
         sum_over_all(vector.values, self._connected, got=got)
         return vector.agreement()
+
+    def _examine(self, n: int, micro_batches: Sequence[MicroBatch]) -> Origin | None:
+        """Compute step n, whose numbers are not finite, again: where on this rank finite numbers become others. All ranks
+        do it together. None: not here, or not this time."""
+        self._phase = "program"
+        for state in self.states.values():
+            state.rest()
+        watch = FiniteWatch(self.layers, self._holding.states_of, [layer.name for layer in self._spec.layers],
+                            lambda: self.current_op)
+        reduction = self._holding.reduction(Sums(self._connected, DTYPES[self._config.reduce_dtype]))
+        with watch.watching():
+            self._run_program(micro_batches, n, max(self._plan.shares), watch, reduction)
+            reduction.finish()
+        watch.look_at_sums()
+        self._connected.check()
+        return watch.found
 
     def _carry_out(self, n: int, agreed: Agreement) -> None:
         """What step n does to the state, once all ranks know what it is."""

@@ -51,7 +51,7 @@ class FakeFleet:
 
 
 def _receipt(rank: int, step: int) -> Receipt:
-    return Receipt(rank=rank, step=step, skipped_steps=(), file=None, entries=())
+    return Receipt(rank=rank, step=step, file=None, entries=())
 
 
 @dataclass

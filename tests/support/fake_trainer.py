@@ -75,6 +75,9 @@ class FakeTrainer:
     def load(self, directory: str) -> None:
         Manifest.from_json((Path(directory) / "manifest.json").read_text(), directory)
 
+    def begin_lease(self) -> None:
+        self._stop_asked = False
+
     def step(self, n: int) -> StepReport:
         start = time.perf_counter()
         self.current_op, self._now = f"{self._stage}F0", n
@@ -104,7 +107,7 @@ class FakeTrainer:
     def save_progress(self) -> SaveProgress:
         if self._writer is not None:
             return self._writer.progress
-        receipt = Receipt(rank=self._rank, step=self._saving, skipped_steps=(), file=None, entries=())
+        receipt = Receipt(rank=self._rank, step=self._saving, file=None, entries=())
         return SaveProgress(step=self._saving, receipt=receipt, seconds=0.0, failures=0, error=None)
 
     def hurry_save(self) -> None:
