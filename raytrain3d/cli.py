@@ -148,7 +148,7 @@ def _search(config: "JobConfig", arguments: argparse.Namespace) -> int:
     node = node_named(arguments.on, read_nodes(arguments.nodes) if arguments.nodes else NODES)
     calibration = Calibration.read(arguments.calibration) if arguments.calibration else Calibration()
     mesh = config.mesh
-    num_ranks = arguments.ranks or mesh.data * mesh.pipeline * mesh.tensor
+    num_ranks = arguments.ranks or mesh.replicas * mesh.pipeline * mesh.tensor
     found = search_layouts(config, num_ranks, Cluster(node=node, calibration=calibration))
     print(found_json(found) if arguments.json else found_table(found))
     if arguments.output:

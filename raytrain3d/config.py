@@ -172,18 +172,48 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DataRange:
+    """A number of replicas that may change while the job runs."""
+
+    min: int = 1
+    """With fewer the job does not start, and waits when it has lost others."""
+    max: int
+    """Most replicas. The cluster is asked for so many gangs all the time."""
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.min <= self.max, "mesh.data", {"min": self.min, "max": self.max},
+                 "min must be at least 1 and at most max")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MeshConfig:
     """Ranks along each axis. Their product is the number of ranks."""
 
-    data: int = 1
-    """Replicas of the model; each is a gang of pipeline x tensor ranks."""
+    data: int | DataRange = 1
+    """Replicas of the model; each is a gang of pipeline x tensor ranks. `{min: 1, max: 4}`: the job starts when the cluster
+    has room for `min` of them, goes on without those that it loses and cannot place again, and takes gangs in between two
+    steps when there is room. Steps, batches and learning rate stay the same, shares of micro-batches change. Needs
+    train.sharding `none`."""
     pipeline: int = 1
     """Pipeline ranks of a replica."""
     tensor: int = 1
     """Ranks that share the matrices of each layer. Keep inside a node."""
 
     def __post_init__(self) -> None:
-        _positive("mesh", data=self.data, pipeline=self.pipeline, tensor=self.tensor)
+        _positive("mesh", data=self.replicas, pipeline=self.pipeline, tensor=self.tensor)
+
+    @property
+    def replicas(self) -> int:
+        """The most that there may be."""
+        return self.data.max if isinstance(self.data, DataRange) else self.data
+
+    @property
+    def fewest_replicas(self) -> int:
+        return self.data.min if isinstance(self.data, DataRange) else self.data
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.fewest_replicas < self.replicas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -468,6 +498,8 @@ class RecoveryConfig:
     deaths: int = 10
     """Failures by ranks whose process ended that a run survives within `window_s`; one more ends it. 0: the first one ends
     it."""
+    preemptions: int = 100
+    """The same for deaths on a node that was said to go away."""
     errors: int = 1
     """The same for ranks that raised an error of their own, which may come again. An error that tells what to change (data,
     checkpoint, configuration) always ends the run."""
@@ -481,7 +513,16 @@ class RecoveryConfig:
     until the first step of new processes is done."""
     spares: int = 0
     """Processes that wait, with torch loaded, to take the place of lost ranks, which saves most of the time that a recovery
-    takes. With `--launcher local` only."""
+    takes. On a Ray cluster so many on every node of the job; they ask for no CPUs or GPUs, and take over those of the lost
+    rank."""
+    notices: Literal["none", "aws", "gcp", "azure"] = "none"
+    """Cloud whose notices of machines that go away are read, on every node of a Ray cluster. Such a node is drained in Ray;
+    then, as after `ray drain-node`, the job goes on without its gang where mesh.data allows, else it saves a checkpoint."""
+    metadata_address: str = "http://169.254.169.254"
+    """Where a machine finds its metadata service."""
+    replace_s: float = 20.0
+    """Where mesh.data is a range: time in which the new process of a lost rank must have started, in seconds. After it, or
+    as soon as the cluster has no room, the job goes on without the rank's gang."""
     window_s: float = 3600.0
     """Failures longer ago are forgotten, in seconds."""
     backoff_s: float = 1.0
@@ -489,9 +530,10 @@ class RecoveryConfig:
 
     def __post_init__(self) -> None:
         _require(self.deaths >= 0, "recovery.deaths", self.deaths, "must be at least 0")
+        _require(self.preemptions >= 0, "recovery.preemptions", self.preemptions, "must be at least 0")
         _require(self.spares >= 0, "recovery.spares", self.spares, "must be at least 0")
         _require(self.errors >= 0, "recovery.errors", self.errors, "must be at least 0")
-        _positive("recovery", window_s=self.window_s, hang_limit_s=self.hang_limit_s,
+        _positive("recovery", window_s=self.window_s, replace_s=self.replace_s, hang_limit_s=self.hang_limit_s,
                   snapshot_interval=self.snapshot_interval)
         _require(self.backoff_s >= 0, "recovery.backoff_s", self.backoff_s, "must be at least 0")
 
@@ -628,13 +670,15 @@ class JobConfig:
                      f"must be a multiple of mesh.tensor ({tensor}) with train.sequence_parallel")
         self._check_stages(num_layers)
         shard_group = self.train.shard_group
-        _require(shard_group is None or self.mesh.data % shard_group == 0, "train.shard_group", shard_group,
-                 f"must divide mesh.data ({self.mesh.data})")
+        _require(shard_group is None or self.mesh.replicas % shard_group == 0, "train.shard_group", shard_group,
+                 f"must divide mesh.data ({self.mesh.replicas})")
+        _require(self.train.sharding == "none" or not self.mesh.is_elastic, "train.sharding", self.train.sharding,
+                 "must be 'none' where mesh.data is a range: every replica then holds all that a lost one did")
         if model.family == "gpt2" and model.positions is not None:
             _require(self.train.sequence <= model.positions, "train.sequence", self.train.sequence,
                      f"is beyond model.positions ({model.positions})")
         self._check_keep_best()
-        ranks = self.mesh.data * self.mesh.pipeline * tensor
+        ranks = self.mesh.replicas * self.mesh.pipeline * tensor
         _require(ranks > 1 or self.recovery.snapshot_interval is None, "recovery.snapshot_interval",
                  self.recovery.snapshot_interval, "needs a second rank that keeps the copies, the mesh has one")
         hang, timeout = self.recovery.hang_limit_s, self.network.timeout_s
@@ -651,7 +695,7 @@ class JobConfig:
     @property
     def shard_group(self) -> int:
         """Replicas that share one copy of what is sharded over the data axis; not known under `auto`."""
-        return 1 if self.train.sharding == "none" else self.train.shard_group or self.mesh.data
+        return 1 if self.train.sharding == "none" else self.train.shard_group or self.mesh.replicas
 
     @property
     def joint_ops(self) -> bool:

@@ -40,7 +40,9 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
         return _section(kind, value, key)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
-        return None if value is None else _convert(arguments[0], value, key)
+        section = next((part for part in arguments if dataclasses.is_dataclass(part)), None)
+        kind = section if section is not None and isinstance(value, dict) else arguments[0]
+        return None if value is None else _convert(kind, value, key)
     if origin is Literal:
         if isinstance(value, bool) and {"on", "off"} <= set(arguments):
             value = "on" if value else "off"  # YAML reads these words as truth values

@@ -105,9 +105,9 @@ def _default(value: ast.expr) -> str:
 def _pages(sections: dict[str, Section], name: str, path: str) -> Iterator[str]:
     """A heading, the section's text and its keys; then the sections inside."""
     section = sections[name]
-    inner = {key.name: kind for key in section.keys if (kind := key.type.removesuffix(" | null")) in sections}
+    inner = {key.name: kind for key in section.keys for kind in key.type.split(" | ") if kind in sections}
     if path:
-        plain = [_entry(path, key) for key in section.keys if key.name not in inner]
+        plain = [_entry(path, key) for key in section.keys if key.type.removesuffix(" | null") not in sections]
         yield "\n".join([f"## {path}", section.text, "", *plain])
     for key, kind in inner.items():
         yield from _pages(sections, kind, f"{path}.{key}" if path else key)

@@ -61,10 +61,7 @@ class Loader:
         self._replica = replica
         self._share = _share(plan, replica)
         self._num_validation = min(config.evaluate.samples, self._validation.num_samples(train.sequence))
-        validation_shares = deal(-(-self._num_validation // train.micro_batch), plan.mesh.data)
-        self._validation_share = validation_shares[replica]
-        self.largest_validation_share = max(map(len, validation_shares))
-        """Micro-batches that `validation` gives to the replica with the most."""
+        self._deal_validation(plan)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._ahead: dict[int, Future[list[MicroBatch]]] = {}
 
@@ -83,7 +80,14 @@ class Loader:
     def adopt(self, plan: Plan) -> None:
         """From the next step on the replicas' shares are those of `plan`."""
         self._share = _share(plan, self._replica)
+        self._deal_validation(plan)
         self._ahead.clear()
+
+    def _deal_validation(self, plan: Plan) -> None:
+        shares = deal(-(-self._num_validation // self._micro_batch), len(plan.replicas))
+        self._validation_share = shares[plan.replicas.index(self._replica)]
+        self.largest_validation_share = max(map(len, shares))
+        """Micro-batches that `validation` gives to the replica with the most."""
 
     def close(self) -> None:
         """Ends the thread; may be called again."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from raytrain3d.config import JobConfig
 from raytrain3d.plan.cost import layer_costs
 from raytrain3d.plan.measured import Estimate, Measured, RankTimes
-from raytrain3d.plan.memory import layer_state_memory, missing_memory
+from raytrain3d.plan.memory import missing_memory, moved_bytes
 from raytrain3d.plan.params import model_spec
 from raytrain3d.plan.plan import Plan
 from raytrain3d.plan.program import programs_for
@@ -41,8 +41,8 @@ class Advisor:
         self._pending: Future[Keep | Move | Revert] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="advisor")
         self._cost = MoveCost(
-            layer_bytes=tuple((memory := layer_state_memory(layer, config)).total + memory.host - memory.gradients
-                              for layer in self._spec.layers), bytes_per_s=LINK_BYTES_PER_S, shift_s=SHIFT_S)
+            layer_bytes=tuple(moved_bytes(layer, config) for layer in self._spec.layers),
+            bytes_per_s=LINK_BYTES_PER_S, shift_s=SHIFT_S)
 
     def watch(self, reports: Sequence[StepReport], plan: Plan) -> None:
         """One step, from all ranks, under the split of `plan`."""
@@ -106,4 +106,4 @@ class Advisor:
                          step_s=estimate.step_s, noise=estimate.noise)
 
     def _shares_are_fixed(self, plan: Plan) -> bool:
-        return self._config.train.deterministic or plan.mesh.data == 1
+        return self._config.train.deterministic or plan.mesh.data == 1 or bool(plan.vacant)

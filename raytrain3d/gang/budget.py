@@ -6,21 +6,22 @@ from raytrain3d.config import RecoveryConfig
 from raytrain3d.plan.table import counted
 
 LONGEST_WAIT_S = 60.0
-Cause = Literal["deaths", "errors"]
+Cause = Literal["deaths", "preemptions", "errors"]
 """Keys of the configuration section `recovery`."""
 
 
 class Budget:
-    """Failures of one run, deaths and own errors counted apart."""
+    """Failures of one run, each cause counted apart."""
 
     def __init__(self, config: RecoveryConfig) -> None:
         self._config = config
-        self._times: dict[Cause, list[float]] = {"deaths": [], "errors": []}
+        self._times: dict[Cause, list[float]] = {"deaths": [], "preemptions": [], "errors": []}
         self._in_a_row, self._step = 0, -1
 
     def spend(self, cause: Cause, step: int, now: float) -> str | None:
         """Count a failure after `step` was done; `now` in seconds. Returns why the run ends, if it does."""
-        limit = self._config.deaths if cause == "deaths" else self._config.errors
+        config = self._config
+        limit = {"deaths": config.deaths, "preemptions": config.preemptions, "errors": config.errors}[cause]
         times = self._times[cause] = [t for t in self._times[cause] if now - t < self._config.window_s] + [now]
         self._in_a_row = self._in_a_row + 1 if step == self._step else 1
         self._step = step

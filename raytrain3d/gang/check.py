@@ -46,5 +46,6 @@ def check_fleet(fleet: Fleet, run_directory: str, host: str, port: int,
     fleet.probe(run_directory)
     disk = fleet.measure_disk(run_directory)
     fleet.join(host, port, 0)
-    links = {(rank, name): value for rank, found in enumerate(fleet.measure_links()) for name, value in found.items()}
+    links = {(rank, name): value for rank, found in zip(sorted(fleet.nodes), fleet.measure_links(), strict=True)
+             for name, value in found.items()}
     return CheckReport(facts=tuple(facts), disk=disk, links=links)

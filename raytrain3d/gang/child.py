@@ -14,7 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from raytrain3d.gang.worker import RankSettings, RankWorker
+from raytrain3d.gang.worker import RankSettings, RankWorker, warm_up
 
 Request = tuple[int, bool, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """Number, whether it is a call, method of RankWorker, arguments."""
@@ -64,17 +64,6 @@ def main() -> None:
     if "--warm" in sys.argv[2:]:
         warm_up()
     Child(Connection(int(sys.argv[1]))).serve()
-
-
-def warm_up() -> None:
-    """Load all that a rank needs, and go through a product and its backward, of which the first ones take long."""
-    import torch
-
-    import raytrain3d.train.trainer  # noqa: F401 - to have it loaded
-
-    torch.set_num_threads(1)
-    x = torch.ones(64, 64, requires_grad=True)
-    torch.nn.functional.silu(x @ x).sum().backward()  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from raytrain3d.gang.fleet import DRAIN_S, POLL_S, Fleet, FleetFailed
 from raytrain3d.gang.mailbox import Mailbox, Status, now
 from raytrain3d.gang.resume import check_resume, resume
 from raytrain3d.gang.saving import Saver
+from raytrain3d.gang.membership import Membership
 from raytrain3d.gang.rebalancer import Rebalancer
 from raytrain3d.gang.recoverer import Recoverer, Store
 from raytrain3d.gang.stability import Stability
@@ -86,9 +87,10 @@ class Controller:
         self._job, self._config, self._fleet = job, job.config, fleet
         self._stop, self._mailboxes, self._journal = stop, mailboxes, journal
         self._rebalancer = Rebalancer(job.config, job.plan, fleet, journal, job.keep_plan)
+        self._members = Membership(job.config, fleet.gangs, journal)
         self._recoverer = Recoverer(
-            job.config, fleet, journal, stop, job.store_host, go_back=self._go_back, tell=self._tell,
-            rewind=self._rewind, saved=lambda: self._saver.saved or 0,
+            job.config, fleet, self._members, journal, stop, job.store_host, go_back=self._go_back, tell=self._tell,
+            rewind=self._rewind, replan=self._rebalancer.replan, saved=lambda: self._saver.saved or 0,
             serve=lambda: job.serve_store(job.store_host, job.config.network.store_port))
         self._state = State.STARTING
         self._step = self._tended = 0
@@ -146,7 +148,7 @@ class Controller:
         self._journal.event("started", 0, f"{len(facts)} ranks on {', '.join(nodes)}", nodes=nodes)
         self._fleet.probe(self._job.directory)
         check_resume(self._job.directory, self._config)
-        self._recoverer.join()
+        self._recoverer.join(self._rebalancer.plan)
         self._resume()
         if self._step < self._config.train.steps:
             return State.RUNNING
@@ -180,9 +182,13 @@ class Controller:
             else:
                 self._saver.finish(self._step)
             return State.FINISHED
-        self._stability.check()
+        if self._stability.error is not None:
+            self._saver.settle()
+            raise self._stability.error
         if self._went_back_for_a_spike():
             return State.RUNNING
+        if not is_last:
+            self._change_members()
         self._tend(is_last)
         return State.FINISHED if is_last else State.RUNNING
 
@@ -208,15 +214,30 @@ class Controller:
         spike, directory = self._stability.take_spike(), self._job.directory
         if spike is None:
             return False
+        self._saver.settle()
         if not any(step < spike.first for step in steps(directory)):
             self._stability.stay(spike)
             return False
-        self._saver.give_up()
         for step in [step for step in steps(directory) if step >= spike.first]:
             remove(directory, step)
         self._go_back()
         self._stability.leave_out(spike, self._step)
         return True
+
+    def _change_members(self) -> None:
+        """Answer notices of nodes that go away, and take in gangs that have arrived."""
+        members, plan = self._members, self._rebalancer.plan
+        members.look(self._step, plan)
+        if leaving := members.take_notices():
+            if members.can_do_without(leaving):
+                self._saver.settle()
+                self._step = self._recoverer.give_up(leaving, self._step, plan, "its node goes away")
+            elif not self._stability.is_bad(self._step):
+                self._read_reports(until=self._step)
+                self._saver.finish(self._step)
+        elif arrived := members.arrived:
+            self._saver.settle()
+            self._step = self._recoverer.take_in(arrived, self._step, plan)
 
     def _run_lease(self) -> None:
         last = lease_end(self._step, self._config, self._rebalancer.next_decision(self._step + 1))
@@ -226,11 +247,12 @@ class Controller:
             self._read_reports()
             self._saver.poll(training=True)
             self._listen()
-            if self._stop.reason is not None or self._stability.alarm:
+            self._members.look(self._done, self._rebalancer.plan)
+            if self._stop.reason is not None or self._stability.alarm or self._members.alarm:
                 self._fleet.request_stop()
         self._listen()
         self._step = end.step
-        if end.step < last:
+        if end.skipped or end.step < last:
             self._read_reports(until=end.step)
 
     def _is_due(self, interval: int | None) -> bool:

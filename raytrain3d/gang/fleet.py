@@ -14,7 +14,7 @@ from typing import TypeVar
 from raytrain3d.checkpoint.progress import SaveProgress, SaveStart
 from raytrain3d.errors import RankFailed
 from raytrain3d.gang.failure import Sign, raised
-from raytrain3d.gang.handle import Gang, RankDied, RankHandle, RankRaised
+from raytrain3d.gang.handle import Gangs, RankDied, RankHandle, RankRaised
 from raytrain3d.gang.hang import HangWatch
 from raytrain3d.gang.reports import ReportReader
 from raytrain3d.gang.stop import StopFlag
@@ -72,14 +72,20 @@ class Lease:
 class Fleet:
     """The ranks of a job, in rank order. `stop` may end the waits of starting, never those of saving."""
 
-    def __init__(self, gangs: Sequence[Gang], stop: StopFlag, limits: Limits) -> None:
-        self._gangs, self._stop, self._limits = gangs, stop, limits
+    def __init__(self, gangs: Gangs, stop: StopFlag, limits: Limits) -> None:
+        self.gangs, self._stop, self._limits = gangs, stop, limits
         self._watch = HangWatch(limits.hang_s)
         self._reader = ReportReader(self._ranks, after=0)
 
     @property
     def _ranks(self) -> list[RankHandle]:
-        return sorted((handle for gang in self._gangs for handle in gang.ranks), key=lambda handle: handle.rank)
+        return sorted((handle for gang in self.gangs.present.values() for handle in gang.ranks),
+                      key=lambda handle: handle.rank)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Those that have a gang."""
+        return tuple(sorted(self.gangs.present))
 
     @property
     def nodes(self) -> dict[int, str]:
@@ -99,7 +105,8 @@ class Fleet:
 
     def join(self, host: str, port: int, generation: int) -> None:
         """Every rank makes its trainer and joins the groups of `generation`."""
-        futures = {handle.rank: handle.call(RankWorker.join, host, port, generation) for handle in self._ranks}
+        futures = {handle.rank: handle.call(RankWorker.join, host, port, generation, self.replicas)
+                   for handle in self._ranks}
         self._all("joining", futures, self._limits.work_s, may_stop=generation == 0)
         self._watch.begin_generation()
 
@@ -110,7 +117,7 @@ class Fleet:
 
     def replace(self, lost: Collection[int], plan: Plan) -> None:
         """End what is left of ranks that are lost, which frees whoever waits for them, and start new processes for them."""
-        for gang in self._gangs:
+        for gang in self.gangs.present.values():
             for rank in sorted({handle.rank for handle in gang.ranks} & set(lost)):
                 gang.replace(rank, plan)
 

@@ -3,158 +3,156 @@ node; ranks are given to bundles sorted by node."""
 
 import dataclasses
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
-from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
-from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytrain3d.errors import CapacityError
-from raytrain3d.gang.actor import RANK_ACTOR
-from raytrain3d.gang.capacity import NodeCapacity, shortage
-from raytrain3d.gang.handle import RankDied, settle
-from raytrain3d.gang.ray_cluster import NAMESPACE
+from raytrain3d.gang.capacity import shortage
+from raytrain3d.gang.ray_notices import Watchers
+from raytrain3d.gang.ray_rank import RayRank, RaySpares, node_capacities, node_names, start_rank
 from raytrain3d.gang.stop import StopFlag
-from raytrain3d.gang.worker import RankError, RankSettings, RankWorker
-from raytrain3d.plan.placement import RankPlace, place_ranks
+from raytrain3d.gang.worker import RankSettings
+from raytrain3d.plan.placement import place_ranks
 from raytrain3d.plan.plan import Plan
 
-P = ParamSpec("P")
-T = TypeVar("T")
 KILL_LIMIT_S = 5.0
-EXIT_DETAIL = "Worker exit detail:"
 FIRST_LINE_S, LONGEST_INTERVAL_S = 3.0, 60.0
 """When waiting for capacity is first said, and how far apart later lines may come (each takes twice as long)."""
-
-
-class RayRank:
-    """A rank in a Ray actor."""
-
-    def __init__(self, actor: Any, place: RankPlace) -> None:
-        self.rank, self.node, self.place = place.rank, place.node, place
-        self._actor = actor
-
-    def call(self, method: Callable[Concatenate[RankWorker, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        return self._future(self._actor.call.remote(method, args, kwargs))
-
-    def ask(self, method: Callable[Concatenate[RankWorker, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        return self._future(self._actor.ask.remote(method, args, kwargs))
-
-    def kill(self) -> Future[Any]:
-        """End the process. The future fails when it is gone."""
-        ray.kill(self._actor)
-        return self.ask(RankWorker.facts)
-
-    def _future(self, reference: Any) -> Future[Any]:
-        answer: Future[Any] = Future()
-
-        def done(carried: Future[Any]) -> None:
-            error = carried.exception()
-            if error is None:
-                settle(answer, carried.result())
-            elif isinstance(error, RayTaskError):
-                settle(answer, RankError(rank=self.rank, kind=type(error.cause).__name__, message=str(error.cause),
-                                         traceback=str(error), step=None, op=None))
-            elif answer.set_running_or_notify_cancel():
-                answer.set_exception(RankDied(death_cause(error)))
-
-        reference.future().add_done_callback(done)
-        return answer
-
-
-def death_cause(error: BaseException) -> str:
-    """The telling part of Ray's many lines about a dead actor."""
-    text = str(error) if isinstance(error, RayError) else f"{type(error).__name__}: {error}"
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or [repr(error)]
-    preempted = "its node was preempted; " if getattr(error, "preempted", False) else ""
-    if "creation task" in text:
-        return f"it could not be made: {lines[-1]}"
-    _, found, detail = text.partition(EXIT_DETAIL)
-    if found:
-        detail = detail.splitlines()[0].partition("Some common causes")[0].partition("There are some potential")[0]
-        return f"{preempted}its process is gone ({detail.strip()} If nobody ended it, the node may be out of memory)"
-    return preempted + next((line for line in lines if "died" in line or "dead" in line), lines[0])
+MORE_ROOM_S = 2.0
+"""Wait for room for more replicas than the fewest with which a job starts."""
 
 
 class RayGang:
     """The actors of one replica in their placement group."""
 
-    def __init__(self, group: PlacementGroup, settings: Sequence[RankSettings], nodes: Mapping[str, str]) -> None:
-        self._group = group
+    def __init__(self, group: PlacementGroup, settings: Sequence[RankSettings], spares: RaySpares) -> None:
+        self._group, self._spares = group, spares
         self._settings = {each.rank: each for each in settings}
-        bundles = placement_group_table(group)["bundles_to_node_id"]
+        names = node_names()
         first = settings[0]
         replica = first.plan.mesh.coordinate(first.rank).data
-        places = place_ranks(first.plan.mesh, replica, {bundle: nodes[node] for bundle, node in bundles.items()})
-        self.ranks = tuple(RayRank(_start(group, place, each), place)
+        bundles = placement_group_table(group)["bundles_to_node_id"]
+        places = place_ranks(first.plan.mesh, replica, {bundle: names[node] for bundle, node in bundles.items()})
+        self.ranks = tuple(RayRank(start_rank(each, group, place.bundle), place)
                            for place, each in zip(places, settings, strict=True))
+
+    @property
+    def node_ids(self) -> set[str]:
+        """Of the nodes that it is on."""
+        return set(placement_group_table(self._group)["bundles_to_node_id"].values())
 
     def replace(self, rank: int, plan: Plan) -> None:
         settings = dataclasses.replace(self._settings[rank], plan=plan)
         self.ranks = tuple(self._new(old, settings) if old.rank == rank else old for old in self.ranks)
 
     def _new(self, old: RayRank, settings: RankSettings) -> RayRank:
-        """In the same bundle, on whatever node that is by now."""
+        """In the same bundle, on whatever node that is by now: a spare there, or a new actor."""
         wait([old.kill()], timeout=KILL_LIMIT_S)
-        place = old.place
-        node = placement_group_table(self._group)["bundles_to_node_id"].get(place.bundle)
-        place = dataclasses.replace(place, node=node_names().get(node, place.node))
-        return RayRank(_start(self._group, place, settings), place)
+        node = placement_group_table(self._group)["bundles_to_node_id"].get(old.place.bundle)
+        place = dataclasses.replace(old.place, node=node_names().get(node, old.place.node))
+        spare = self._spares.take(node) if place.node == old.node else None
+        if spare is None:
+            return RayRank(start_rank(settings, self._group, place.bundle), place)
+        spare.become.remote(settings, old.device_index)
+        return RayRank(spare, place)
 
     def kill(self) -> None:
         wait([rank.kill() for rank in self.ranks], timeout=KILL_LIMIT_S)
-        remove_placement_group(self._group)
 
 
-def _start(group: PlacementGroup, place: RankPlace, settings: RankSettings) -> Any:
-    plan, config = settings.plan, settings.config
-    pipeline = plan.mesh.coordinate(place.rank).pipeline
-    on_gpu = plan.device == "gpu"
-    # The variable must be there before Ray starts the process; the others are set by the actor, which knows its node.
-    environment = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}} if on_gpu else None
-    return RANK_ACTOR.options(
-        name=f"raytrain3d/{config.run.name}/rank-{place.rank:04d} pipeline {pipeline}", namespace=NAMESPACE,
-        num_cpus=config.placement.cpus_per_rank, num_gpus=1 if on_gpu else 0, runtime_env=environment,
-        scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place.bundle),
-    ).remote(settings)
+class RayGangs:
+    """All gangs of a job: a placement group for every replica, with a gang in those that have a place."""
+
+    def __init__(self, settings: Sequence[RankSettings]) -> None:
+        self._settings = settings
+        self._plan, config = settings[0].plan, settings[0].config
+        self._fewest = config.mesh.fewest_replicas
+        self._spares, self._watchers = RaySpares(settings[0]), Watchers(config.recovery)
+        self._groups = {replica: self._ask_for_place(replica) for replica in range(self._plan.mesh.data)}
+        self._starting: dict[int, RayGang] = {}
+        self.present: dict[int, RayGang] = {}
+
+    def start_all(self, stop: StopFlag, say: Callable[[str], None]) -> None:
+        """When there is room. CapacityError after placement.wait_s, StopRequested when asked to stop meanwhile."""
+        groups = list(self._groups.values())
+        _wait_for_capacity(groups, self._fewest, self._plan, self._settings[0].config.placement.wait_s, stop, say)
+        if self._fewest < len(groups):
+            _wait_until(lambda: all(map(_is_placed, groups)), MORE_ROOM_S)
+        for replica in self.places():
+            self.start(replica, self._plan)
+            self.admit(replica)
+
+    def lacks_place(self, replica: int) -> bool:
+        return not _is_placed(self._groups[replica])
+
+    def drop(self, replica: int) -> None:
+        gang = self._starting.pop(replica, None) or self.present.pop(replica, None)
+        if gang is not None:
+            gang.kill()
+        remove_placement_group(self._groups[replica])
+        self._groups[replica] = self._ask_for_place(replica)
+
+    def places(self) -> list[int]:
+        return [replica for replica, group in self._groups.items()
+                if replica not in self.present and replica not in self._starting and _is_placed(group)]
+
+    def start(self, replica: int, plan: Plan) -> RayGang:
+        settings = [dataclasses.replace(self._settings[rank], plan=plan) for rank in plan.mesh.gang(replica)]
+        gang = self._starting[replica] = RayGang(self._groups[replica], settings, self._spares)
+        return gang
+
+    def admit(self, replica: int) -> None:
+        self.present[replica] = gang = self._starting.pop(replica)
+        self._spares.cover(gang.node_ids)
+        self._watchers.cover(gang.node_ids)
+
+    def leaving(self) -> dict[int, float]:
+        draining: dict[str, int] = ray._private.state.state.get_draining_nodes()
+        now_ms = time.time() * 1000
+        ends = {node: (deadline_ms - now_ms) / 1000 if deadline_ms else 0.0 for node, deadline_ms in draining.items()}
+        return {replica: min(ends[node] for node in gang.node_ids & ends.keys())
+                for replica, gang in self.present.items() if draining and gang.node_ids & ends.keys()}
+
+    def close(self) -> None:
+        """No actor and no placement group is left."""
+        self._spares.close()
+        self._watchers.close()
+        for gang in [*self.present.values(), *self._starting.values()]:
+            gang.kill()
+        for group in self._groups.values():
+            remove_placement_group(group)
+
+    def _ask_for_place(self, replica: int) -> PlacementGroup:
+        plan, run = self._plan, self._settings[0].config.run.name
+        group: PlacementGroup = placement_group([plan.bundle.resources] * plan.mesh.pipeline, strategy="PACK",
+                                                name=f"raytrain3d/{run}/gang-{replica}")
+        return group
 
 
 @contextmanager
-def ray_gangs(settings: Sequence[RankSettings], stop: StopFlag, say: Callable[[str], None]) -> Iterator[list[RayGang]]:
-    """All gangs of a job, once the cluster has room for them. On leaving, no actor and no placement group is left.
-
-    Raises CapacityError after placement.wait_s, StopRequested when asked to stop meanwhile.
-    """
-    plan, config = settings[0].plan, settings[0].config
-    groups = [placement_group([plan.bundle.resources] * plan.mesh.pipeline, strategy="PACK",
-                              name=f"raytrain3d/{config.run.name}/gang-{replica}") for replica in range(plan.mesh.data)]
-    gangs: list[RayGang] = []
+def ray_gangs(settings: Sequence[RankSettings], stop: StopFlag, say: Callable[[str], None]) -> Iterator[RayGangs]:
+    """The gangs of a job, once the cluster has room for them, or for as many as the mesh asks for. On leaving, no actor and
+    no placement group is left."""
+    gangs = RayGangs(settings)
     try:
-        _wait_for_capacity(groups, plan, config.placement.wait_s, stop, say)
-        nodes = node_names()
-        gangs += [RayGang(group, [settings[rank] for rank in plan.mesh.gang(replica)], nodes)
-                  for replica, group in enumerate(groups)]
+        gangs.start_all(stop, say)
         yield gangs
     finally:
-        for gang in gangs:
-            gang.kill()
-        for group in groups:
-            remove_placement_group(group)
+        gangs.close()
 
 
-def _wait_for_capacity(groups: Sequence[PlacementGroup], plan: Plan, limit_s: float, stop: StopFlag,
+def _wait_for_capacity(groups: Sequence[PlacementGroup], fewest: int, plan: Plan, limit_s: float, stop: StopFlag,
                        say: Callable[[str], None]) -> None:
     start, next_line = time.monotonic(), FIRST_LINE_S
-    while pending := [group for group in groups if not _is_placed(group)]:
+    while (placed := sum(map(_is_placed, groups))) < fewest:
         stop.check()
         waited = time.monotonic() - start
         if waited >= min(next_line, limit_s):
-            text = shortage(plan, len(groups) - len(pending), node_capacities())
+            text = shortage(plan, placed, node_capacities())
             if waited >= limit_s:
                 raise CapacityError(f"after {limit_s:g} s the cluster has no room for the job: {text}")
             say(f"waiting for capacity ({waited:.0f} of {limit_s:g} s): {text}")
@@ -162,30 +160,11 @@ def _wait_for_capacity(groups: Sequence[PlacementGroup], plan: Plan, limit_s: fl
         time.sleep(min(0.05 + waited / 10, 1.0))
 
 
+def _wait_until(true: Callable[[], bool], limit_s: float) -> None:
+    end = time.monotonic() + limit_s
+    while not true() and time.monotonic() < end:
+        time.sleep(0.1)
+
+
 def _is_placed(group: PlacementGroup) -> bool:
     return bool(placement_group_table(group).get("state") == "CREATED")
-
-
-def node_names() -> dict[str, str]:
-    """Id -> address of every live node; with the beginning of the id where several nodes share an address."""
-    alive = {node["NodeID"]: node["NodeManagerAddress"] for node in _live_nodes()}
-    shared = Counter(alive.values())
-    return {node: address if shared[address] == 1 else f"{address}/{node[:6]}" for node, address in alive.items()}
-
-
-def node_capacities() -> list[NodeCapacity]:
-    """Resources of every live node."""
-    free: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
-    names = node_names()
-
-    def capacity(node: str, total: Mapping[str, float]) -> NodeCapacity:
-        left = free.get(node, {})
-        return NodeCapacity(name=names[node], cpus=total.get("CPU", 0.0), free_cpus=left.get("CPU", 0.0),
-                            gpus=total.get("GPU", 0.0), free_gpus=left.get("GPU", 0.0))
-
-    return sorted((capacity(node["NodeID"], node["Resources"]) for node in _live_nodes() if node["NodeID"] in names),
-                  key=lambda each: each.name)
-
-
-def _live_nodes() -> list[dict[str, Any]]:
-    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]

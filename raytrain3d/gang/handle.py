@@ -4,7 +4,7 @@ A request names a method of `RankWorker`, so an editor follows it and mypy check
 It fails with RankDied as soon as the process is known to be gone, and with RankRaised when the method raised.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -55,6 +55,57 @@ class Gang(Protocol):
 
     def kill(self) -> None:
         """End every process at once and give back what was reserved; returns when they are gone."""
+
+
+class Gangs(Protocol):
+    """All gangs of a job. Where mesh.data is a range some replicas may have none."""
+
+    @property
+    def present(self) -> Mapping[int, Gang]:
+        """By replica."""
+
+    def lacks_place(self, replica: int) -> bool:
+        """The cluster has no room for lost ranks of this gang at present."""
+
+    def drop(self, replica: int) -> None:
+        """End this gang, and ask for a place for another one."""
+
+    def places(self) -> Sequence[int]:
+        """Replicas that have no gang, but a place for one."""
+
+    def start(self, replica: int, plan: Plan) -> Gang:
+        """Begin to start a gang there, which is not `present` until `admit`."""
+
+    def admit(self, replica: int) -> None:
+        """The gang that was started belongs to the job now."""
+
+    def leaving(self) -> Mapping[int, float]:
+        """Replica -> seconds until one of its nodes goes away, for gangs on nodes with a notice."""
+
+
+class FixedGangs:
+    """Gangs that always have a place."""
+
+    def __init__(self, gangs: Sequence[Gang]) -> None:
+        self.present: dict[int, Gang] = dict(enumerate(gangs))
+
+    def lacks_place(self, replica: int) -> bool:
+        return False
+
+    def drop(self, replica: int) -> None:
+        raise AssertionError("there is always a place")
+
+    def places(self) -> Sequence[int]:
+        return ()
+
+    def start(self, replica: int, plan: Plan) -> Gang:
+        raise AssertionError("all were started")
+
+    def admit(self, replica: int) -> None:
+        raise AssertionError("all were started")
+
+    def leaving(self) -> Mapping[int, float]:
+        return {}
 
 
 def settle(future: Future[T], outcome: T | RankError) -> None:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from raytrain3d.config import JobConfig
 from raytrain3d.errors import ConfigError
-from raytrain3d.gang.handle import Gang
+from raytrain3d.gang.handle import FixedGangs, Gangs
 from raytrain3d.gang.local import InlineGang, LocalGang, Spares, output_file
 from raytrain3d.gang.mailbox import Mailbox
 from raytrain3d.gang.network import rank_environment
@@ -32,8 +32,9 @@ class Launcher(Protocol):
         """Mailboxes beside the one in the run directory. ConfigError when the run's name is in use."""
 
     def gangs(self, settings: Sequence[RankSettings], stop: StopFlag,
-              say: Say) -> AbstractContextManager[Sequence[Gang]]:
-        """The gangs of all ranks (`settings` in rank order); nothing of them is left on leaving."""
+              say: Say) -> AbstractContextManager[Gangs]:
+        """The gangs of all ranks (`settings` in rank order), or of as many replicas as there is room for, if the mesh
+        allows; nothing of them is left on leaving."""
 
 
 class LocalLauncher:
@@ -51,7 +52,7 @@ class LocalLauncher:
         yield ()
 
     @contextmanager
-    def gangs(self, settings: Sequence[RankSettings], stop: StopFlag, say: Say) -> Iterator[Sequence[Gang]]:
+    def gangs(self, settings: Sequence[RankSettings], stop: StopFlag, say: Say) -> Iterator[Gangs]:
         plan = settings[0].plan
         environment = rank_environment(settings[0].config, LOOPBACK)
         gangs: list[LocalGang] = []
@@ -60,7 +61,7 @@ class LocalLauncher:
         try:
             gangs += [LocalGang([settings[rank] for rank in plan.mesh.gang(replica)], environment, spares)
                       for replica in range(plan.mesh.data)]
-            yield gangs
+            yield FixedGangs(gangs)
         finally:
             spares.close()
             for gang in gangs:
@@ -71,13 +72,13 @@ class InlineLauncher(LocalLauncher):
     """The only rank in a thread of the driver."""
 
     @contextmanager
-    def gangs(self, settings: Sequence[RankSettings], stop: StopFlag, say: Say) -> Iterator[Sequence[Gang]]:
+    def gangs(self, settings: Sequence[RankSettings], stop: StopFlag, say: Say) -> Iterator[Gangs]:
         if len(settings) > 1:
             raise ConfigError(f"--launcher inline runs one rank, the mesh has {len(settings)}: set mesh.data, "
                               "mesh.pipeline and mesh.tensor to 1, or use --launcher local")
         gang = InlineGang(settings[0])
         try:
-            yield (gang,)
+            yield FixedGangs([gang])
         finally:
             gang.kill()
 

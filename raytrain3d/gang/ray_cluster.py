@@ -72,7 +72,7 @@ def _joined(address: str, say: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def _own(config: JobConfig, say: Callable[[str], None]) -> Iterator[None]:
-    num_ranks = config.mesh.data * config.mesh.pipeline * config.mesh.tensor
+    num_ranks = config.mesh.replicas * config.mesh.pipeline * config.mesh.tensor
     num_cpus = math.ceil(round(num_ranks * config.placement.cpus_per_rank, 4))
     directory = tempfile.mkdtemp(prefix="rt3d-")  # short: sockets below it have room for about a hundred characters
     with environment(OWN_ENVIRONMENT):

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
-from raytrain3d.gang.gang import node_capacities, ray_gangs
-from raytrain3d.gang.handle import Gang
+from raytrain3d.gang.gang import ray_gangs
+from raytrain3d.gang.handle import Gangs
 from raytrain3d.gang.launchers import Say
 from raytrain3d.gang.mailbox import Mailbox
 from raytrain3d.gang.ray_cluster import connected, node_address
 from raytrain3d.gang.ray_mailbox import RayMailbox
+from raytrain3d.gang.ray_rank import node_capacities
 from raytrain3d.gang.stop import StopFlag
 from raytrain3d.gang.worker import RankSettings
 
@@ -35,5 +36,5 @@ class RayLauncher:
             mailbox.close()
 
     def gangs(self, settings: Sequence[RankSettings], stop: StopFlag,
-              say: Say) -> AbstractContextManager[Sequence[Gang]]:
+              say: Say) -> AbstractContextManager[Gangs]:
         return ray_gangs(settings, stop, say)

@@ -30,7 +30,7 @@ SLOW, NORMAL = 1.2, 1.1
 
 def decides(config: JobConfig) -> bool:
     """Whether the driver thinks about moves at all: there must be ranks to move between."""
-    return config.rebalance.mode != "off" and config.mesh.data * config.mesh.pipeline > 1
+    return config.rebalance.mode != "off" and config.mesh.replicas * config.mesh.pipeline > 1
 
 
 class Rebalancer:
@@ -75,6 +75,11 @@ class Rebalancer:
             self._wanted.pop(0)
         if self._advisor is not None and not asked:
             self._decide(step, self._advisor)
+
+    def replan(self, plan: Plan) -> None:
+        """Other replicas take part; the ranks are told by whoever changed that."""
+        self.plan = plan
+        self._keep(plan)
 
     def return_to(self, stages: Stages) -> None:
         """The ranks went back to a split of before."""

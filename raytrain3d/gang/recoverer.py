@@ -15,6 +15,7 @@ from raytrain3d.errors import RankFailed, RayTrain3DError
 from raytrain3d.gang.budget import Budget, Cause
 from raytrain3d.gang.failure import Sign, culprit, diagnose, is_loss
 from raytrain3d.gang.fleet import Fleet
+from raytrain3d.gang.membership import Membership
 from raytrain3d.gang.recovery import GoBack, GoOn, Rewind, decide, ranks_text
 from raytrain3d.gang.stop import StopFlag
 from raytrain3d.metrics.journal import Journal
@@ -38,14 +39,15 @@ class Store(Protocol):
 class Recoverer:
     """Generations of one job. `serve` makes a store; `go_back` puts all ranks at the newest checkpoint and returns its step,
     which `saved` tells; `rewind` hears that they went back to a step and a split; `tell` takes reports of steps that were
-    done before the failure."""
+    done before the failure; `replan` hears of a plan for other replicas."""
 
-    def __init__(self, config: JobConfig, fleet: Fleet, journal: Journal, stop: StopFlag, host: str, *,
+    def __init__(self, config: JobConfig, fleet: Fleet, members: Membership, journal: Journal, stop: StopFlag, host: str, *,
                  serve: Callable[[], Store], go_back: Callable[[], int], saved: Callable[[], int],
-                 rewind: Callable[[int, Stages], None], tell: Callable[[Sequence[StepReport]], None]) -> None:
-        self._config, self._fleet, self._journal, self._stop = config, fleet, journal, stop
+                 rewind: Callable[[int, Stages], None], tell: Callable[[Sequence[StepReport]], None],
+                 replan: Callable[[Plan], None]) -> None:
+        self._config, self._fleet, self._members, self._journal, self._stop = config, fleet, members, journal, stop
         self._host, self._serve, self._go_back, self._saved = host, serve, go_back, saved
-        self._rewind, self._tell = rewind, tell
+        self._rewind, self._tell, self._replan = rewind, tell, replan
         self._peers: tuple[int, ...] = ()
         self._budget = Budget(config.recovery)
         self._store: Store | None = None
@@ -59,19 +61,22 @@ class Recoverer:
         """The last failures and recoveries, with their times."""
         return tuple(self._history)
 
-    def join(self) -> None:
-        """All ranks make the groups of the present generation."""
+    def join(self, plan: Plan) -> None:
+        """All ranks make the groups of the present generation, and hold and compute what the plan says."""
         self._store = None  # of the generation before: whoever still waits there is freed
         self._store = self._serve()
         self._fleet.join(self._host, self._store.port, self.generation)
-        if self._config.recovery.snapshot_interval is not None:
-            self._join_ring()
+        if self._config.recovery.snapshot_interval is not None and len(plan.ranks) > 1:
+            self._join_ring(plan)
+        self._fleet.adopt(plan.stages, plan.shares)
 
-    def _join_ring(self) -> None:
-        """Peers stay what they were at first: they keep snapshots."""
+    def _join_ring(self, plan: Plan) -> None:
+        """Peers stay what they were at first, since they keep snapshots, until other replicas take part."""
         if not self._peers:
-            mesh, nodes = self._config.mesh, [node for _, node in sorted(self._fleet.nodes.items())]
-            self._peers = peers_of(nodes, mesh.pipeline * mesh.tensor if mesh.data > 1 else mesh.tensor)
+            nodes = [node for _, node in sorted(self._fleet.nodes.items())]
+            neighbours = peers_of(nodes, plan.mesh.ranks_per_gang if len(plan.replicas) > 1 else plan.mesh.tensor)
+            peers = {plan.ranks[i]: plan.ranks[peer] for i, peer in enumerate(neighbours)}
+            self._peers = tuple(peers.get(rank, rank) for rank in range(plan.mesh.size))
             if len(set(nodes)) == 1:
                 self._journal.event("snapshots", 0, f"all ranks are on node {nodes[0]}, and so are the snapshots that they "
                                     "keep of each other: a lost node takes both")
@@ -90,7 +95,9 @@ class Recoverer:
         now = time.monotonic()
         self._began = self._began or now
         lost = {sign.rank for sign in signs if is_loss(sign)}
-        cause: Cause = "errors" if culprit(signs).kind == "raised" else "deaths"
+        first = culprit(signs)
+        cause: Cause = ("errors" if first.kind == "raised" else
+                        "preemptions" if self._members.had_notice(first.rank, plan) else "deaths")
         spent = self._budget.spend(cause, step, now)
         if spent is not None:
             return RankFailed(f"{error}\n{spent}", rank=error.rank, step=error.step, op=error.op)
@@ -105,12 +112,60 @@ class Recoverer:
         lost, self._lost = sorted(self._lost), set()
         self._store = None
         self._fleet.replace(lost, plan)
-        standings = self._fleet.stand(set(range(plan.mesh.size)) - set(lost))
+        remaining = self._without_homeless(step, lost, plan)
+        return self._bring_together(step, remaining, [rank for rank in lost if rank in remaining.ranks])
+
+    def take_in(self, replicas: Sequence[int], step: int, plan: Plan) -> int:
+        """Gangs that have arrived take part from the next step on; they are filled by others. Returns the step that all
+        hold."""
+        self._begin()
+        for replica in replicas:
+            self._members.admit(replica)
+        larger = plan.with_replicas([*plan.replicas, *replicas])
+        self._change_to(larger)
+        self._tell_event("gang taken in", step, f"{_gangs(replicas)} taken in, {_of(larger)}", replicas=list(replicas))
+        return self._bring_together(step, larger, [rank for rank in larger.ranks if rank not in plan.ranks], planned=True)
+
+    def give_up(self, replicas: Sequence[int], step: int, plan: Plan, why: str) -> int:
+        """The job goes on without gangs that are still there. Returns the step that all hold."""
+        self._begin()
+        return self._bring_together(step, self._drop(replicas, step, plan, why), [], planned=True)
+
+    def _begin(self) -> None:
+        self._began = self._began or time.monotonic()
+        self._store = None
+
+    def _without_homeless(self, step: int, lost: Sequence[int], plan: Plan) -> Plan:
+        """Where the mesh allows, gangs for which there is no room now are given up."""
+        if not lost or not self._members.can_do_without([plan.mesh.coordinate(lost[0]).data]):
+            return plan
+        homeless = self._members.without_place(lost, self._config.recovery.replace_s)
+        while homeless and not self._members.can_do_without(homeless):
+            homeless.pop(0)  # for this one the job waits
+        return self._drop(homeless, step, plan, "no room for it") if homeless else plan
+
+    def _drop(self, replicas: Sequence[int], step: int, plan: Plan, why: str) -> Plan:
+        for replica in replicas:
+            self._members.drop(replica)
+        smaller = plan.with_replicas([replica for replica in plan.replicas if replica not in replicas])
+        self._change_to(smaller)
+        self._tell_event("gang given up", step, f"{_gangs(replicas)} given up: {why}; {_of(smaller)}",
+                         replicas=list(replicas))
+        return smaller
+
+    def _change_to(self, plan: Plan) -> None:
+        self._peers = ()
+        self._replan(plan)
+
+    def _bring_together(self, step: int, plan: Plan, new: Sequence[int], *, planned: bool = False) -> int:
+        """A new generation in which all ranks of the plan hold the same step. new: ranks that hold nothing. planned: nothing
+        has failed."""
+        standings = self._fleet.stand(set(plan.ranks) - set(new))
         self.generation += 1
-        decision = decide(standings, plan.mesh, shards=plan.shard_group, peers=self._peers, saved=self._saved())
+        decision = decide(standings, plan.mesh, shards=plan.shard_group, peers=self._peers, saved=self._saved(),
+                          ranks=plan.ranks)
         self._fleet.facts(may_stop=False)
-        self.join()
-        self._fleet.adopt(plan.stages, plan.shares)
+        self.join(plan)
         match decision:
             case GoOn():
                 self._fleet.recover(decision.step, decision.values, decision.fills)
@@ -129,7 +184,7 @@ class Recoverer:
             case GoBack():
                 reached = self._go_back()
                 how = f"{decision.reason}, so all went back to {_place(reached)}"
-        self._report(step, reached, how, lost)
+        self._report(step, reached, how, new, "regrouped" if planned else "recovered")
         return reached
 
     def _pause(self) -> None:
@@ -137,14 +192,14 @@ class Recoverer:
         while time.monotonic() < end and self._stop.reason is None:
             time.sleep(0.1)
 
-    def _report(self, step: int, reached: int, how: str, lost: Sequence[int]) -> None:
+    def _report(self, step: int, reached: int, how: str, new: Sequence[int], kind: str) -> None:
         assert self._began is not None
         seconds, self._began = time.monotonic() - self._began, None
         again = max(0, step - reached)
         self._tell_event(
-            "recovered", reached, f"recovered in {seconds:.1f} s, generation {self.generation}: {how}; goes on after step "
+            kind, reached, f"{kind} in {seconds:.1f} s, generation {self.generation}: {how}; goes on after step "
             f"{reached}" + (f", {counted(again, 'step')} to be done again" if again else ""),
-            generation=self.generation, seconds=seconds, replaced=lost, again=again)
+            generation=self.generation, seconds=seconds, replaced=list(new), again=again)
 
     def _tell_event(self, kind: str, step: int, text: str, **values: Any) -> None:
         self._journal.event(kind, step, text, **values)
@@ -160,6 +215,14 @@ def _how(decision: GoOn) -> str:
     if decision.forward:
         parts.append(f"step {decision.step}, which was agreed on, carried out by {ranks_text(decision.forward)}")
     return ", ".join(parts) or "nobody has lost anything"
+
+
+def _gangs(replicas: Sequence[int]) -> str:
+    return f"gang{'s' if len(replicas) > 1 else ''} {', '.join(map(str, replicas))}"
+
+
+def _of(plan: Plan) -> str:
+    return f"{len(plan.replicas)} of {plan.mesh.data} replicas take part"
 
 
 def _place(step: int) -> str:

@@ -47,17 +47,19 @@ class GoBack:
 
 
 def decide(standings: Mapping[int, Standing], mesh: Mesh, *, shards: int, peers: Sequence[int] = (),
-           saved: int = 0) -> GoOn | Rewind | GoBack:
-    """standings: of the ranks that are left. shards: parts that a layer's state is cut into along the data axis, 1 where
-    every replica holds all of it. peers: rank -> rank that keeps its snapshots. saved: step of the newest checkpoint."""
-    decision = _go_on(standings, mesh, shards)
+           saved: int = 0, ranks: Sequence[int] | None = None) -> GoOn | Rewind | GoBack:
+    """standings: of the ranks that are left. ranks: all that there should be, default those of the mesh. shards: parts that
+    a layer's state is cut into along the data axis, 1 where every replica holds all of it. peers: rank -> rank that keeps
+    its snapshots. saved: step of the newest checkpoint."""
+    ranks = range(mesh.size) if ranks is None else ranks
+    decision = _go_on(standings, mesh, shards, ranks)
     if isinstance(decision, GoOn) or not peers:
         return decision
-    rewind = _rewind(standings, peers, decision.reason)
+    rewind = _rewind(standings, peers, ranks, decision.reason)
     return decision if rewind is None or rewind.step < saved else rewind
 
 
-def _go_on(standings: Mapping[int, Standing], mesh: Mesh, shards: int) -> GoOn | GoBack:
+def _go_on(standings: Mapping[int, Standing], mesh: Mesh, shards: int, ranks: Sequence[int]) -> GoOn | GoBack:
     held = {rank: standing.held for rank, standing in standings.items() if standing.held is not None}
     agreed = dict(standing.agreed for standing in standings.values() if standing.agreed is not None)
     if not held:
@@ -66,7 +68,7 @@ def _go_on(standings: Mapping[int, Standing], mesh: Mesh, shards: int) -> GoOn |
     forward = tuple(sorted(rank for rank, n in held.items() if n < step))
     if any(held[rank] != step - 1 for rank in forward) or (forward and step not in agreed):
         return GoBack(reason=f"ranks that are left stand at steps {', '.join(map(str, sorted(set(held.values()))))}")
-    donors = {rank: _donor(rank, held, mesh, shards) for rank in range(mesh.size) if rank not in held}
+    donors = {rank: _donor(rank, held, mesh, shards) for rank in ranks if rank not in held}
     alone = [rank for rank, donor in donors.items() if donor is None]
     if alone:
         return GoBack(reason=f"nobody else holds what {ranks_text(alone)} held")
@@ -74,11 +76,12 @@ def _go_on(standings: Mapping[int, Standing], mesh: Mesh, shards: int) -> GoOn |
     return GoOn(step=step, values=agreed.get(step), forward=forward, fills=fills)
 
 
-def _rewind(standings: Mapping[int, Standing], peers: Sequence[int], reason: str) -> Rewind | None:
+def _rewind(standings: Mapping[int, Standing], peers: Sequence[int], ranks: Sequence[int],
+            reason: str) -> Rewind | None:
     """To the newest step of which every rank's copy is left."""
     stages = {step: split for standing in standings.values() for step, split in standing.own.items()}
     for step in sorted(stages, reverse=True):
-        without = [rank for rank in range(len(peers)) if rank not in standings or step not in standings[rank].own]
+        without = [rank for rank in ranks if rank not in standings or step not in standings[rank].own]
         if all(peers[rank] in standings and step in standings[peers[rank]].client for rank in without):
             fills = tuple((rank, peers[rank]) for rank in without)
             return Rewind(step=step, stages=stages[step], fills=fills, reason=reason)

@@ -126,7 +126,8 @@ def _train(run: _Run) -> int:
         directory.log_settings()
         try:
             with run.fleet(plan, directory.logs, stop) as fleet:
-                job = Job(config=config, plan=plan, directory=directory.location, data=data_fingerprint(config),
+                job = Job(config=config, plan=plan.with_replicas(fleet.replicas), directory=directory.location,
+                          data=data_fingerprint(config),
                           store_host=run.launcher.address, serve_store=serve_store, check_nodes=run.check_nodes,
                           keep_plan=directory.keep_plan)
                 ending = Controller(job, fleet, stop=stop, mailboxes=mailboxes,

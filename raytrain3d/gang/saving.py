@@ -95,6 +95,11 @@ class Saver:
                                   f"The newest checkpoint is {self._newest()}; make room or repair the storage, and the "
                                   "same command goes on from there")
 
+    def settle(self) -> None:
+        """Return when no save is under way; one that fails is left."""
+        self._wait_until(lambda save: save.tries > 0)
+        self.give_up()
+
     def poll(self, *, training: bool = False) -> None:
         """Commit the save under way if all ranks have written their shards; tell what has failed. training: a lease is
         under way, whose own wait finds ranks that fail."""

@@ -59,10 +59,10 @@ class Stability:
         """The lease should end early: there is something to do."""
         return self._error is not None or self._spike is not None
 
-    def check(self) -> None:
-        """NumbersFailed when too many steps were not finite."""
-        if self._error is not None:
-            raise self._error
+    @property
+    def error(self) -> NumbersFailed | None:
+        """Too many steps were not finite."""
+        return self._error
 
     def is_bad(self, step: int) -> bool:
         """Its numbers were not finite."""
@@ -163,7 +163,8 @@ def _cause(reports: Sequence[StepReport], plan: Plan, nodes: dict[int, str]) -> 
     if first is None:
         return "where is not known: computed again, all of it was finite"
     rank, origin = first
-    alike = sorted(other for other, found in origins.items() if found.layer == origin.layer and other != rank)
+    alike = sorted(other for other, found in origins.items()
+                   if (found.layer, found.place) == (origin.layer, origin.place) and other != rank)
     also = f" (so on {counted(len(alike), 'other rank')})" if alike else ""
     op = f", op {origin.op}" if origin.op is not None else ""
     return f"it begins in layer {origin.layer} on {place(rank, plan, nodes)}{op}: {_WHERE[origin.place]}{also}"

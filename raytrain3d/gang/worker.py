@@ -77,6 +77,8 @@ class LeaseEnd:
     """Last step that this rank holds in full."""
     stopped: bool
     """Some rank was asked to stop: all left after this step."""
+    skipped: bool = False
+    """Its numbers were not finite: all left after it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,14 +150,18 @@ class RankWorker:
         probe_directory(run_directory)
         verify_shards(self._settings.config)
 
-    def join(self, host: str, port: int, generation: int) -> None:
-        """Make the trainer, then all groups of `generation` through the driver's store."""
+    def prepare(self) -> None:
+        """Make the trainer, which loads torch."""
         if self._settings.device_index is not None:
             import torch
             torch.cuda.set_device(self._settings.device_index)
         if self._trainer is None:
             self._trainer = self._settings.make_trainer(self._settings.config, self._settings.plan, self._rank)
-        self._trainer.connect(host, port, generation)
+
+    def join(self, host: str, port: int, generation: int, replicas: Sequence[int]) -> None:
+        """Make the trainer, then all groups of `generation` through the driver's store. replicas: those that have ranks."""
+        self.prepare()
+        self._connected.connect(host, port, generation, replicas)
         logger.info("process %d joined generation %d", os.getpid(), generation)
 
     def join_ring(self, peers: tuple[int, ...]) -> None:
@@ -216,7 +222,7 @@ class RankWorker:
                 self._reports.append(report)
             logger.debug("step %d loss %.6f in %.3f s", n, report.loss, report.seconds)
             if report.stop or (report.skipped and n not in left_out):
-                return LeaseEnd(step=n, stopped=report.stop)
+                return LeaseEnd(step=n, stopped=report.stop, skipped=report.skipped)
         return LeaseEnd(step=last, stopped=False)
 
     def evaluate(self) -> EvaluationReport:
@@ -316,6 +322,17 @@ class RankWorker:
         text = "".join(traceback.format_exception(error))
         return RankError(rank=self._rank, kind=type(error).__name__, message=str(error), traceback=text,
                          step=self._step, op=trainer.current_op if trainer is not None else None)
+
+
+def warm_up() -> None:
+    """Load all that a rank needs, and go through a product and its backward, of which the first ones take long."""
+    import torch
+
+    import raytrain3d.train.trainer  # noqa: F401 - to have it loaded
+
+    torch.set_num_threads(1)
+    x = torch.ones(64, 64, requires_grad=True)
+    torch.nn.functional.silu(x @ x).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def gpu_name(index: int) -> str:

@@ -38,8 +38,9 @@ class Agreement:
 class CommitVector:
     """Slots of one step, filled by one rank."""
 
-    def __init__(self, mesh: Mesh, num_states: int) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: Mesh, num_states: int, num_ranks: int | None = None) -> None:
+        """num_ranks: that take part; default all of the mesh."""
+        self._mesh, self._num_ranks = mesh, mesh.size if num_ranks is None else num_ranks
         self._norms = num_states * mesh.tensor * mesh.data
         self.values = torch.zeros(self._norms + 2 * mesh.data + 2, dtype=torch.float64)
 
@@ -63,7 +64,7 @@ class CommitVector:
         losses, tokens = values[self._norms : self._norms + self._mesh.data], values[self._norms + self._mesh.data : -2]
         count = int(sum(tokens))
         return Agreement(gradient_norm=math.sqrt(sum(values[: self._norms])) / max(count, 1),
-                         loss=sum(losses) / max(count, 1), tokens=count, copies_done=values[-2] == self._mesh.size,
+                         loss=sum(losses) / max(count, 1), tokens=count, copies_done=values[-2] == self._num_ranks,
                          stop=values[-1] > 0)
 
 

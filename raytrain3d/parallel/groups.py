@@ -138,10 +138,13 @@ class Link:
 
 class Groups:
     """Every group of one rank in one generation. `placement`: stage -> pipeline rank that holds it; `shard_group`:
-    neighbouring replicas that share one copy of what is sharded over the data axis."""
+    neighbouring replicas that share one copy of what is sharded over the data axis; `present`: replicas that have ranks,
+    default all."""
 
     def __init__(self, mesh: Mesh, placement: Sequence[int], rank: int, link: Link, *, device: str,
-                 shard_group: int = 1) -> None:
+                 shard_group: int = 1, present: Sequence[int] | None = None) -> None:
+        present = range(mesh.data) if present is None else present
+
         def make(kind: str, ranks: Sequence[int], device: str = device) -> Group:
             return Group(f"{kind}/{'-'.join(map(str, ranks))}", ranks, rank, link, device=device)
 
@@ -152,7 +155,7 @@ class Groups:
         gang, pipeline = mesh.gang(at.data), mesh.group("pipeline", rank)
         self.tensor = make("tensor", mesh.group("tensor", rank))
         replicas = mesh.group("data", rank)
-        self.data = make("data", replicas)
+        self.data = make("data", [replicas[replica] for replica in present])
         first, index = at.data - at.data % shard_group, at.data % shard_group
         # In the usual case one of the two is the data group and the other this rank alone.
         self.shard = (self.data if shard_group == mesh.data
@@ -162,7 +165,7 @@ class Groups:
         self.ends = (make("ends", [pipeline[end] for end in ends])
                      if at.pipeline in ends and ends[0] != ends[1] else None)
         self.gang = make("gang", gang, "cpu")
-        leaders = [mesh.gang(replica)[0] for replica in range(mesh.data)]
+        leaders = [mesh.gang(replica)[0] for replica in present]
         self.leaders = make("leaders", leaders, "cpu") if rank in leaders else None
         self.channels = {channel: make(f"channel/{'forward' if channel.forward else 'backward'}",
                                        (pipeline[channel.sender], pipeline[channel.receiver]))

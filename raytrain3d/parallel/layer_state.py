@@ -26,7 +26,7 @@ class LayerState:
     def __init__(self, spec: LayerSpec, config: JobConfig, mesh: Mesh, at: Coordinate, device: torch.device) -> None:
         self.spec = spec
         self.layout = flat_layout(spec, tensor=mesh.tensor, data=mesh.data, decay_all=config.optimizer.decay_all)
-        self._tensor, self._at = mesh.tensor, at
+        self._tensor, self._at, self._group = mesh.tensor, at, config.shard_group
         size, group, level = self.layout.size, config.shard_group, config.train.sharding
         self.own = _part((0, size), at.data % group, group)
         """What this rank keeps of whatever is sharded: all of it in a group of one."""
@@ -73,6 +73,11 @@ class LayerState:
     @staticmethod
     def _view(buffer: Tensor, slot: Slot) -> Tensor:
         return buffer[slot.start : slot.stop].view(slot.shape)
+
+    def deal(self, present: Sequence[int]) -> None:
+        """Cut anew what each replica saves and counts in the norm, over these replicas."""
+        holders = sorted({replica // self._group for replica in present})
+        self.data_part = _part(self.own, holders.index(self._at.data // self._group), len(holders))
 
     def own_slice(self, start: int, stop: int) -> slice:
         """Elements [start, stop) of the layer as far as they are in the own interval: a slice of the own buffers, maybe
@@ -179,6 +184,6 @@ class LayerState:
 
 
 def _part(whole: tuple[int, int], index: int, count: int) -> tuple[int, int]:
-    """Interval `index` of `count` equal ones."""
+    """Interval `index` of `count` equal ones; the last one has what is left over."""
     size = (whole[1] - whole[0]) // count
-    return whole[0] + index * size, whole[0] + (index + 1) * size
+    return whole[0] + index * size, whole[1] if index == count - 1 else whole[0] + (index + 1) * size

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from raytrain3d.parallel.groups import Group
 from raytrain3d.plan.partition import Stages
+from raytrain3d.plan.peers import KEPT
 
 logger = logging.getLogger(__name__)
-KEPT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,18 @@ class Snapshots:
         self._own: list[Copy] = []
         self._client: list[Copy] = []
         self._ring: tuple[Group, Group] | None = None
+        self._peers: tuple[int, ...] | None = None
         self._thread: threading.Thread | None = None
 
-    def connect(self, to_peer: Group, from_client: Group) -> None:
-        self._ring = (to_peer, from_client)
+    def connect(self, to_peer: Group, from_client: Group, peers: tuple[int, ...]) -> None:
+        """peers: of all ranks. When others than before keep copies, those of before are dropped."""
+        if self._peers not in (None, peers):
+            self.forget_after(-1)
+        self._ring, self._peers = (to_peer, from_client), peers
+
+    @property
+    def has_peer(self) -> bool:
+        return self._ring is not None
 
     def disconnect(self) -> None:
         """Call it after the groups were closed. A copy that was under way is lost."""

@@ -62,10 +62,10 @@ def meshes(config: JobConfig, num_ranks: int, node: Node, space: Space) -> Itera
 
 def _trainings(config: JobConfig, mesh: MeshConfig, space: Space) -> Iterator[dict[str, Any]]:
     for micro_batch in space.micro_batches:
-        if config.train.global_batch % (micro_batch * mesh.data):
+        if config.train.global_batch % (micro_batch * mesh.replicas):
             continue
         for recompute in space.recomputes:
-            for sharding in space.shardings if mesh.data > 1 else space.shardings[:1]:
+            for sharding in space.shardings if mesh.replicas > 1 else space.shardings[:1]:
                 for sequence_parallel in space.sequence_parallel if mesh.tensor > 1 else (False,):
                     yield {"micro_batch": micro_batch, "recompute": recompute, "sharding": sharding,
                            "sequence_parallel": sequence_parallel}

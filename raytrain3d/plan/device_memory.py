@@ -64,7 +64,7 @@ def device_memory(config: JobConfig, spec: ModelSpec, stages: Stages, programs: 
     layers = {stage: range(*stages[stage]) for stage in range(len(stages)) if programs.schedule.rank_of(stage) == rank}
     tensors = rank_memory(config, spec, layers, programs.ops[rank])
     state = tensors.total - tensors.activations - tensors.logits
-    gathered = tensors.weights if config.train.sharding != "none" and config.mesh.data > 1 else 0
+    gathered = tensors.weights if config.train.sharding != "none" and config.mesh.replicas > 1 else 0
     needed = (allocation.state * state + allocation.activations * tensors.activations + allocation.logits * tensors.logits
               + allocation.gathered_weights * gathered + allocation.base_gb * 1e9)
     return DeviceMemory(tensors=tensors, needed=needed,
@@ -79,8 +79,8 @@ def least_bytes(config: JobConfig, spec: ModelSpec, elements: int, allocation: A
     that is hardly smaller than FIRST of an even one.
     """
     ranks, train = config.mesh.pipeline, config.train
-    state = state_memory(elements // ranks, dtype=train.dtype, sharding=train.sharding, data=config.mesh.data).total
-    in_flight = min(ranks, -(-train.num_micro_batches // config.mesh.data))
+    state = state_memory(elements // ranks, dtype=train.dtype, sharding=train.sharding, data=config.mesh.replicas).total
+    in_flight = min(ranks, -(-train.num_micro_batches // config.mesh.replicas))
     layers = {0: range(len(spec.layers) - 1)}
     one = activation_memory(config, spec, layers, (Op(Kind.FORWARD, 0, 0), Op(Kind.BACKWARD, 0, 0))).activations
     return (allocation.base_gb * 1e9 + allocation.state * state

@@ -62,7 +62,7 @@ def _rest(choice: Choice) -> str:
 
 def _entry(choice: Choice) -> dict[str, Any]:
     mesh, pipeline, train = choice.config.mesh, choice.config.pipeline, choice.config.train
-    return {"data": mesh.data, "pipeline": mesh.pipeline, "tensor": mesh.tensor, "schedule": pipeline.schedule,
+    return {"data": mesh.replicas, "pipeline": mesh.pipeline, "tensor": mesh.tensor, "schedule": pipeline.schedule,
             "chunks": pipeline.num_chunks, "layers": pipeline.layers, "micro_batch": train.micro_batch,
             "sharding": train.sharding, "recompute": train.recompute, "sequence_parallel": train.sequence_parallel,
             "step_s": choice.step.total, "tokens_per_s": choice.tokens_per_s, "flops_per_s": choice.flops_per_s,

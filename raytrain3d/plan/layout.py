@@ -8,9 +8,10 @@ from typing import Literal
 from raytrain3d.config import JobConfig
 from raytrain3d.errors import PlanError
 from raytrain3d.plan.cost import NO_COST, LayerCost, layer_costs, op_cost, stage_cost
-from raytrain3d.plan.memory import Memory, local_parameters, missing_memory, rank_memory
+from raytrain3d.plan.memory import Memory, local_parameters, missing_memory, moved_bytes, rank_memory
 from raytrain3d.plan.params import ModelSpec
 from raytrain3d.plan.partition import Stages
+from raytrain3d.plan.peers import KEPT
 from raytrain3d.plan.program import Programs, programs_for
 from raytrain3d.plan.recompute import repeats
 from raytrain3d.plan.simulate import Timeline, simulate
@@ -117,6 +118,11 @@ def rank_costs(config: JobConfig, spec: ModelSpec, stages: Stages) -> tuple[Laye
 def _estimates(config: JobConfig, spec: ModelSpec, stages: Stages, costs: tuple[LayerCost, ...], programs: Programs,
                timeline: Timeline) -> tuple[RankEstimate, ...]:
     placement = programs.schedule.placement
+    states = [sum(moved_bytes(state, config) for state in spec.states_of(
+        layer for stage in range(len(stages)) if placement[stage] == rank for layer in range(*stages[stage])))
+        for rank in range(config.mesh.pipeline)]
+    # Whose copies a rank keeps depends on the nodes, so it is taken for the one with most.
+    snapshots = [0 if config.recovery.snapshot_interval is None else KEPT * (own + max(states)) for own in states]
 
     def estimate(rank: int) -> RankEstimate:
         layers = {stage: range(*stages[stage]) for stage in range(len(stages)) if placement[stage] == rank}
@@ -124,8 +130,8 @@ def _estimates(config: JobConfig, spec: ModelSpec, stages: Stages, costs: tuple[
         held = spec.states_of(layer for stage in layers.values() for layer in stage)
         return RankEstimate(
             stages=tuple(layers), parameters=sum(local_parameters(state, config.mesh.tensor) for state in held),
-            memory=rank_memory(config, spec, layers, programs.ops[rank]), peak_in_flight=timeline.peak_in_flight[rank],
-            forward_flops=cost.forward, backward_flops=cost.backward)
+            memory=replace(rank_memory(config, spec, layers, programs.ops[rank]), snapshots=snapshots[rank]),
+            peak_in_flight=timeline.peak_in_flight[rank], forward_flops=cost.forward, backward_flops=cost.backward)
 
     return tuple(map(estimate, range(config.mesh.pipeline)))
 
@@ -189,7 +195,7 @@ def _savers(config: JobConfig) -> Iterator[str]:
         yield "train.recompute_every 1"
     if mesh.tensor > 1 and not train.sequence_parallel:
         yield "train.sequence_parallel true"
-    if mesh.data > 1 and (saver := MORE_SHARDING.get((train.sharding, train.keep_gathered))):
+    if mesh.replicas > 1 and (saver := MORE_SHARDING.get((train.sharding, train.keep_gathered))):
         yield saver
     if train.micro_batch > 1:
         yield f"train.micro_batch below {train.micro_batch}"

@@ -44,10 +44,12 @@ class Memory:
     logits: int = 0
     host: int = 0
     """In host memory by `train.offload_*`; not part of the total."""
+    snapshots: int = 0
+    """In host memory by `recovery.snapshot_interval`; not part of the total."""
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self) if field.name != "host")
+        return sum(getattr(self, field.name) for field in fields(self) if field.name not in ("host", "snapshots"))
 
     def __add__(self, other: "Memory") -> "Memory":
         return Memory(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
@@ -85,13 +87,20 @@ def layer_state_memory(layer: LayerSpec, config: JobConfig) -> Memory:
     return _optimizer_on_host(memory) if train.offload_optimizer else memory
 
 
+def moved_bytes(layer: LayerSpec, config: JobConfig) -> int:
+    """Of what a rank holds of a layer between steps, wherever it is: all but gradients. So much is sent when it moves, and
+    copied for a snapshot."""
+    memory = layer_state_memory(layer, config)
+    return memory.total + memory.host - memory.gradients
+
+
 def _optimizer_on_host(memory: Memory) -> Memory:
     """Moments there, and in every type a master copy of the weights, half as large."""
     return replace(memory, master=0, moments=0, host=memory.moments + memory.moments // 2)
 
 
 def _layout(layer: LayerSpec, config: JobConfig) -> FlatLayout:
-    return _flat_layout(layer, config.mesh.tensor, config.mesh.data, config.optimizer.decay_all)
+    return _flat_layout(layer, config.mesh.tensor, config.mesh.replicas, config.optimizer.decay_all)
 
 
 @cache

@@ -4,6 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 
+KEPT = 2
+"""Copies that a rank keeps of its own state, and of its client's."""
+
+
 def peers_of(nodes: Sequence[str], neighbour: int) -> tuple[int, ...]:
     """Rank -> the rank that keeps a copy of its state; each keeps one. nodes: of every rank, in rank order. neighbour: how
     far away the peer is where all ranks are on one node.

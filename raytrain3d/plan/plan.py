@@ -5,6 +5,7 @@ rank computes. `make_plan` decides, `Plan.table` shows, JSON keeps.
 """
 
 import json
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -61,6 +62,8 @@ class Plan:
     sequence_parallel: bool
     num_parameters: int
     """Of the whole model, a tied weight once, padding left out."""
+    vacant: tuple[int, ...] = ()
+    """Replicas without ranks at present (`mesh.data` is a range); their share is 0."""
     estimates: tuple[RankEstimate, ...]
     """By pipeline rank."""
     candidates: tuple[Candidate, ...]
@@ -74,6 +77,25 @@ class Plan:
         """The job that this is the plan of, with what was left to it."""
         sharding: Any = {"sharding": self.sharding, "keep_gathered": self.keep_gathered}
         return replace(config, train=replace(config.train, **sharding))
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Those that have ranks."""
+        return tuple(replica for replica in range(self.mesh.data) if replica not in self.vacant)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of the replicas that have any, ascending."""
+        return tuple(rank for replica in self.replicas for rank in self.mesh.gang(replica))
+
+    def with_replicas(self, replicas: Collection[int]) -> "Plan":
+        """The same job on these replicas alone: nothing changes but their shares."""
+        vacant = tuple(sorted(set(range(self.mesh.data)) - set(replicas)))
+        if vacant == self.vacant:
+            return self
+        dealt = iter(split_micro_batches(sum(self.shares), len(replicas)))
+        shares = tuple(0 if replica in vacant else next(dealt) for replica in range(self.mesh.data))
+        return replace(self, vacant=vacant, shares=shares)
 
     @property
     def num_layers(self) -> int:
@@ -124,6 +146,7 @@ class Plan:
             splits = tuple(NamedSplit(**{**split, "layers": tuple(split["layers"])}) for split in raw["splits"])
             return Plan(**{**raw, "mesh": Mesh(**raw["mesh"]), "bundle": Bundle(**raw["bundle"]), "stages": stages,
                            "splits": splits, "placement": tuple(raw["placement"]), "shares": tuple(raw["shares"]),
+                           "vacant": tuple(raw["vacant"]),
                            "estimates": estimates, "candidates": tuple(Candidate(**c) for c in raw["candidates"])})
         except (ValueError, TypeError, KeyError) as error:
             raise PlanError(f"not a plan: {type(error).__name__}: {error}") from error
@@ -134,7 +157,7 @@ def make_plan(config: JobConfig, *, device: str = "cpu", measured: Costs | None 
     pipeline.partition `measured`; absent: none are known yet."""
     if device not in ("cpu", "gpu"):
         raise PlanError(f"device is {device!r}: a plan is made for 'cpu' or 'gpu'")
-    mesh = Mesh(data=config.mesh.data, pipeline=config.mesh.pipeline, tensor=config.mesh.tensor)
+    mesh = Mesh(data=config.mesh.replicas, pipeline=config.mesh.pipeline, tensor=config.mesh.tensor)
     spec = model_spec(config.model, config.train, mesh.tensor)
     shares = split_micro_batches(config.train.num_micro_batches, mesh.data)
     config, chosen, candidates = _choose(config, spec, max(shares), measured)

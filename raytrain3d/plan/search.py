@@ -200,7 +200,7 @@ def search_layouts(config: JobConfig, num_ranks: int, cluster: Cluster) -> Found
 def mesh_text(choice: Choice) -> str:
     """`data 2 x pipeline 4 x tensor 8`."""
     mesh = choice.config.mesh
-    return f"data {mesh.data} x pipeline {mesh.pipeline} x tensor {mesh.tensor}"
+    return f"data {mesh.replicas} x pipeline {mesh.pipeline} x tensor {mesh.tensor}"
 
 
 def stages_of(timer: StepTimer) -> Stages:

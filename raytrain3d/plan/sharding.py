@@ -34,5 +34,5 @@ def with_any_sharding(config: JobConfig) -> Iterator[JobConfig]:
     if train.sharding != "auto":
         yield config
         return
-    for sharding in LEVELS if config.mesh.data > 1 else LEVELS[:1]:
+    for sharding in LEVELS if config.mesh.replicas > 1 else LEVELS[:1]:
         yield replace(config, train=replace(train, sharding=sharding, keep_gathered="op"))

@@ -77,7 +77,7 @@ class StepTimer:
     @cached_property
     def mesh(self) -> Mesh:
         mesh = self.config.mesh
-        return Mesh(data=mesh.data, pipeline=mesh.pipeline, tensor=mesh.tensor)
+        return Mesh(data=mesh.replicas, pipeline=mesh.pipeline, tensor=mesh.tensor)
 
     @cached_property
     def links(self) -> Links:

@@ -50,7 +50,7 @@ class FiniteWatch:
 
     def look_at_sums(self) -> None:
         """When all reductions are over."""
-        for layer in reversed(self._modules):
+        for layer in sorted(self._modules, reverse=True):
             if not all(state.spec.frozen or is_finite(state.own_gradient) for state in self._states_of(layer)):
                 self._note(layer, "sum")
 
@@ -73,7 +73,7 @@ class FiniteWatch:
             if is_finite(entering) and not is_finite(output):
                 self._note(layer, "forward")
             if output.requires_grad:
-                output.register_hook(left)
+                output.register_hook(left)  # type: ignore[no-untyped-call]
             if entering.requires_grad:
                 entering.register_hook(entered)
 

@@ -1,7 +1,7 @@
 """The layers that one rank holds: their states, their modules, and the stages they form. Layers may come and go between
 steps; everything else of a rank stays as it is."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class Holding:
         self._config, self._spec, self._at, self._device, self._build_layers = config, spec, at, device, build
         self._mesh = plan.mesh
         self._tensor_group: Group | None = None
+        self._present: Sequence[int] = plan.replicas
         self.states: dict[int, LayerState] = {}
         self.layers: dict[int, Layer] = {}
         self.stages: dict[int, Stage] = {}
@@ -43,9 +44,11 @@ class Holding:
             self._build(layer)
         self.keep(plan)
 
-    def connect(self, tensor: Group) -> None:
-        """`tensor` is the group that this rank divides its layers with."""
-        self._tensor_group = tensor
+    def connect(self, tensor: Group, present: Sequence[int]) -> None:
+        """`tensor` is the group that this rank divides its layers with; `present`: replicas that have ranks."""
+        self._tensor_group, self._present = tensor, present
+        for state in self.states.values():
+            state.deal(present)
         for layer in self.layers:
             self._divide(layer, tensor)
 
@@ -106,7 +109,9 @@ class Holding:
         return OnceAStep(ordered, sums, self.tied)
 
     def _new_state(self, state: LayerSpec) -> LayerState:
-        return LayerState(state, self._config, self._mesh, self._at, self._device)
+        made = LayerState(state, self._config, self._mesh, self._at, self._device)
+        made.deal(self._present)
+        return made
 
     def _divide(self, layer: int, tensor: Group) -> None:
         apply_tensor_parallelism(self.layers[layer], tensor, heads=self._config.model.heads,

@@ -86,18 +86,21 @@ class Trainer:
         """Modules of the layers held here, by index."""
         return self._holding.layers
 
-    def connect(self, host: str, port: int, generation: int) -> None:
-        """Join the driver's rendezvous store and make every process group of this rank."""
+    def connect(self, host: str, port: int, generation: int, replicas: Sequence[int] | None = None) -> None:
+        """Join the driver's rendezvous store and make every process group of this rank. replicas: those that have ranks;
+        default all of the plan."""
+        self._plan = self._plan if replicas is None else self._plan.with_replicas(replicas)
         timeout_s = self._config.network.timeout_s
         self._generation = generation
         link = Link(join_store(host, port, timeout_s), generation, timeout_s)
         self._groups = Groups(self._plan.mesh, self._plan.placement, self.rank, link, device=self._plan.device,
-                              shard_group=self._config.shard_group)
-        self._holding.connect(self._groups.tensor)
+                              shard_group=self._config.shard_group, present=self._plan.replicas)
+        self._holding.connect(self._groups.tensor, self._plan.replicas)
 
     def join_ring(self, peers: Sequence[int]) -> None:
-        """Exchange snapshots (`recovery.snapshot_interval`). peers: rank -> the rank that keeps a copy of its state."""
-        self._copies.connect(*self._connected.make_ring(peers))
+        """Exchange snapshots (`recovery.snapshot_interval`). peers: rank -> the rank that keeps a copy of its state; when
+        they change, earlier copies are dropped."""
+        self._copies.connect(*self._connected.make_ring(peers), tuple(peers))
 
     def initialize(self) -> None:
         """Fresh weights, a function of (seed, parameter name) alone, or those of `model.from_huggingface`."""
@@ -132,7 +135,7 @@ class Trainer:
         self._phase = "update"
         self._carry_out(n, agreed)
         interval = self._config.recovery.snapshot_interval
-        if interval is not None and n % interval == 0 and agreed.copies_done:
+        if interval is not None and n % interval == 0 and agreed.copies_done and self._copies.has_peer:
             self._copies.take(n, self._plan.stages, self._moving())
         watch.lap("optimizer")
         self._phase = None
@@ -142,7 +145,7 @@ class Trainer:
         """Step n changes nothing and computes nothing: its data is left out, everything else goes on."""
         self._watch = Stopwatch()
         self._now, self._run, self._phase = n, None, "commit"
-        vector = CommitVector(self._plan.mesh, len(self._spec.states))
+        vector = self._vector()
         vector.set_loss(self._at.data, math.nan, 0)
         agreed = self._sum(n, vector)
         self._phase = "update"
@@ -155,7 +158,7 @@ class Trainer:
         watch = Stopwatch()
         micro_batches = self._loader.validation()
         run = self._run_program(micro_batches, None, self._loader.largest_validation_share)
-        vector = CommitVector(self._plan.mesh, len(self._spec.states))
+        vector = self._vector()
         self._set_loss(vector, run, micro_batches)
         sum_over_all(vector.values, self._connected)
         agreed = vector.agreement()
@@ -235,7 +238,7 @@ class Trainer:
         Returns a report if the step was carried out here just now."""
         report = None
         if values is not None:
-            vector = CommitVector(self._plan.mesh, len(self._spec.states))
+            vector = self._vector()
             vector.values.copy_(torch.tensor(values, dtype=torch.float64))
             if self._held is not None and self._held < step:
                 self._update(step, self._rate(step), vector.agreement())
@@ -349,13 +352,16 @@ class Trainer:
             return None
         return lambda layer: math.prod(slow.factor for slow in now if slow.layer in (None, layer))
 
+    def _vector(self) -> CommitVector:
+        return CommitVector(self._plan.mesh, len(self._spec.states), len(self._plan.ranks))
+
     def _set_loss(self, vector: CommitVector, run: PipelineRun, micro_batches: Sequence[MicroBatch]) -> None:
         if run.losses and self._at.tensor == 0:
             tokens = sum(micro_batch.num_loss_tokens for micro_batch in micro_batches)
             vector.set_loss(self._at.data, float(torch.stack(run.losses).double().sum()), tokens)
 
     def _agree(self, n: int, run: PipelineRun, micro_batches: Sequence[MicroBatch]) -> Agreement:
-        vector = CommitVector(self._plan.mesh, len(self._spec.states))
+        vector = self._vector()
         for state in self._holding.trained():
             if self._holding.speaks_for(state):
                 vector.set_norm(state.spec.index, self._at.tensor, self._at.data, state.squared_norm())

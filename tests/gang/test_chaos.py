@@ -7,13 +7,14 @@ The normal run takes a few seeds; `pytest -m slow tests/gang/test_chaos.py` all 
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from chaos import MOVE_POINTS, RECOVERY_POINTS, STEP_POINTS, Kill, kills_left, plan_kills, steps_begun
 from chaos_jobs import SAVE, STEPS, Outcome, Undisturbed, assert_ranks_left_nothing, lines, make_job, outcome, run
 
-from raytrain3d.config import JobConfig
+from raytrain3d.config import JobConfig, PipelineConfig
 from raytrain3d.plan.mesh import Mesh
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("nothing_left")]
@@ -94,3 +95,18 @@ def test_both_replicas_of_a_shard_come_back_from_the_checkpoint(undisturbed: Und
     assert kills_left(config) == []
     assert re.search("nobody else holds what ranks 1, 3 held, so all went back to the checkpoint of step (6|12)", text), text
     assert outcome(config) == undisturbed[mesh]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["optimizer", "gradients", "full"])
+def test_shard_groups_fill_each_other(sharding: str, undisturbed: Undisturbed) -> None:
+    """Replicas 0 and 1 share a state, and so do 2 and 3: what a rank of one group held is in the other one, too."""
+    jobs = [replace(make_job(undisturbed.directory, f"{name}-{sharding}", (4, 1, 1), sharding=sharding, shard_group=2),
+                    pipeline=PipelineConfig()) for name in ("calm-groups", "groups")]
+    plan_kills(jobs[0], [])
+    run(jobs[0], move=False)
+    plan_kills(jobs[1], [Kill(rank=1, point="backward", step=9), Kill(rank=2, point="agreed", step=21)])
+    text = run(jobs[1], move=False)
+    assert kills_left(jobs[1]) == []
+    assert "rank 1 filled from rank 3" in text and "rank 2 filled from rank 0" in text
+    assert outcome(jobs[1]) == outcome(jobs[0]), text

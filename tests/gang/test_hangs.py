@@ -5,13 +5,16 @@ The normal run has one job with a fault of every kind; `pytest -m slow tests/gan
 
 import random
 from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 from chaos import Kill, kills_left, plan_kills
 from chaos_jobs import STEPS, Undisturbed, lines, make_job, outcome, run
 
-from raytrain3d.config import JobConfig
+from raytrain3d.config import JobConfig, MeshConfig, PipelineConfig
+from raytrain3d.errors import RankFailed
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("nothing_left")]
 
@@ -65,3 +68,19 @@ def test_the_culprit_is_named_in_every_trial(how: str, seed: int, undisturbed: U
     draw = random.Random(f"{how} {seed}")
     fault: Any = draw_fault(how, draw, draw.randrange(2, STEPS))
     check(make_job(undisturbed.directory, f"{how}-{seed}", MESH), [fault], undisturbed)
+
+
+@pytest.mark.slow
+def test_the_first_of_four_receives_wakes_when_the_last_rank_is_killed(undisturbed: Undisturbed) -> None:
+    """Each of ranks 0 to 3 waits for a gradient from the next one, and rank 4 dies before it makes any."""
+    calm = make_job(undisturbed.directory, "four-receives", (1, 5, 1), global_batch=8)
+    config = replace(calm, mesh=MeshConfig(pipeline=5), pipeline=PipelineConfig(layers=(2, 1, 1, 1, 1)),
+                     recovery=replace(calm.recovery, deaths=0))
+    plan_kills(config, [Kill(rank=4, point="forward", step=5)])
+    with pytest.raises(RankFailed, match=r"rank 4 .* died in step 5"):
+        run(config, move=False)
+    killed = (Path(config.run.directory) / "kill-0.done").stat().st_mtime
+    log = (Path(config.run.directory) / config.run.name / "logs" / "rank-0000.log").read_text().splitlines()
+    woken = next(line for line in log if " ERROR " in line)
+    seconds = datetime.strptime(woken.partition(" rank ")[0], "%Y-%m-%d %H:%M:%S,%f").timestamp() - killed
+    assert 0 <= seconds < 1, woken

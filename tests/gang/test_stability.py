@@ -1,6 +1,7 @@
 """Numbers that go bad: the step is left out, layer and rank are named, and the run ends, or goes back, as it should."""
 
 import io
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -69,14 +70,13 @@ def test_steps_that_are_not_finite_are_counted_within_the_window(plan: Plan) -> 
     bad = Origin(layer="blocks.2", place="gradient", op="0B1")
     for step in (1, 9, 12):
         stability.watch(summary(step, float("nan"), skipped=True), [report(step, 2, bad), report(step, 1, None)], plan, {})
-        stability.check()
+        assert stability.error is None
     assert stability.is_bad(9) and not stability.is_bad(10) and stability.skipped_steps(11) == (1, 9)
     assert diary.events[0][:2] == ("skipped", 1)
     assert diary.events[0][2].endswith("it begins in layer blocks.2 on rank 2 (replica 1, stage 0, tensor 0), op 0B1: the "
                                        "gradient of its weights is not finite, though what comes back to it is")
     stability.watch(summary(13, float("nan"), skipped=True), [report(13, 2, None)], plan, {})
-    with pytest.raises(NumbersFailed, match=r"skipped is 2: 3 steps of the last 10 .*\(steps 9, 12-13\).*not known"):
-        stability.check()
+    assert re.search(r"skipped is 2: 3 steps of the last 10 .*\(steps 9, 12-13\).*not known", str(stability.error))
 
 
 def test_a_spike_is_one_against_the_last_steps_alone(plan: Plan) -> None:
@@ -85,14 +85,14 @@ def test_a_spike_is_one_against_the_last_steps_alone(plan: Plan) -> None:
         stability.watch(summary(step, 10 - step / 10 + step % 3 / 50), [], plan, {})
     assert diary.events == [] and stability.take_spike() is None, "a loss that falls is none"
     for step in (21, 22):
-        stability.watch(summary(step, 9.9), [], plan, {})
+        stability.watch(summary(step, 12.0), [], plan, {})
     spike = stability.take_spike()
     assert [event[:2] for event in diary.events] == [("loss spike", 21), ("loss spike", 22)]
     assert spike is not None and (spike.first, spike.last) == (21, 22)
     stability.rewind(18)
     stability.leave_out(spike, 18)
     assert stability.left_out == {20, 21, 22} and stability.skipped_steps(18) == (20, 21, 22)
-    stability.watch(summary(25, 9.9), [], plan, {})
+    stability.watch(summary(25, 12.0), [], plan, {})
     assert stability.take_spike() is None and not stability.alarm, "it goes back once"
 
 
@@ -111,7 +111,7 @@ def run(config: JobConfig, poisons: list[Poison]) -> str:
 @pytest.mark.dist
 @pytest.mark.usefixtures("nothing_left")
 def test_bad_numbers_are_left_out_and_traced_until_there_are_too_many(undisturbed: Undisturbed) -> None:
-    calm = make_job(undisturbed.directory, "poisoned", (2, 2, 1))
+    calm = make_job(undisturbed.directory, "poisoned", (2, 2, 1), steps=16)
     config = replace(calm, stability=StabilityConfig(skipped=5))
     poisons = [Poison(rank=1, layer=4, step=3, kind="output"), Poison(rank=2, layer=2, step=5, kind="gradient"),
                Poison(rank=0, layer=1, step=8, kind="once"), Poison(rank=3, layer=5, step=10, kind="weights")]
@@ -133,15 +133,15 @@ def test_bad_numbers_are_left_out_and_traced_until_there_are_too_many(undisturbe
 @pytest.mark.dist
 @pytest.mark.usefixtures("nothing_left")
 def test_a_run_goes_back_before_a_spike_and_leaves_its_data_out(undisturbed: Undisturbed) -> None:
-    calm = make_job(undisturbed.directory, "spiked", (1, 2, 1))
+    calm = make_job(undisturbed.directory, "spiked", (1, 2, 1), steps=27)
     config = replace(calm, stability=StabilityConfig(spike=8, window=12, on_spike="rewind"))
-    text = run(config, [Poison(rank=0, layer=0, step=21, kind="spike")])
+    text = run(config, [Poison(rank=1, layer=5, step=21, kind="spike")])
     place = f"{config.run.directory}/{config.run.name}"
     events = [event for event in lines(config, "events.jsonl") if event["event"] == "rewound"]
     assert len(events) == 1 and events[0]["step"] == 18, text
     left_out = events[0]["left_out"]
     assert left_out[0] == 21
     metrics = lines(config, "metrics.jsonl")
-    assert [line["step"] for line in metrics] == list(range(1, 41))
+    assert [line["step"] for line in metrics] == list(range(1, 28))
     assert [line["step"] for line in metrics if line["skipped"]] == left_out
-    assert read_manifest(step_directory(place, 40)).skipped_steps == tuple(left_out)
+    assert read_manifest(step_directory(place, 27)).skipped_steps == tuple(left_out)

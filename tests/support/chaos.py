@@ -1,8 +1,8 @@
 """A trainer that dies or hangs at planned points of a step, of a save, of a move or of a recovery. The package has no hooks
 for this: its functions are wrapped where they are looked up, in the rank's process alone.
 
-Every fault is a file in run.directory, gone once it has happened; every step that a rank begins is a line of
-`begun-RANK.txt` there.
+Every fault is a file in run.directory, gone once it has happened, and then there is one that tells when; every step that a
+rank begins is a line of `begun-RANK.txt` there.
 """
 
 import json
@@ -95,16 +95,17 @@ class ChaosTrainer(Trainer):
         for path, kill in self._files.items():
             is_meant = (kill.rank, kill.point, kill.count) == (self.rank, point, count)
             if is_meant and kill.step in (None, self._now) and path.exists():
+                path.with_suffix(".done").touch()
                 path.unlink()
                 return _happen(kill.how)
         return False
 
-    def connect(self, host: str, port: int, generation: int) -> None:
+    def connect(self, host: str, port: int, generation: int, replicas: Sequence[int] | None = None) -> None:
         self._now, self._generation = None, generation
         self._counts.clear()
         if generation:
             self.meet("join")
-        super().connect(host, port, generation)
+        super().connect(host, port, generation, replicas)
         if generation:
             self.meet("joined")
 

@@ -38,7 +38,8 @@ def fake_job(directory: Path, *, name: str = "job", steps: int = 12, mesh: tuple
         evaluate=EvaluateConfig(interval=sections.get("evaluate")),
         checkpoint=CheckpointConfig(interval=sections.get("checkpoint"), resume=sections.get("resume", True)),
         rebalance=RebalanceConfig(mode="off"),
-        recovery=RecoveryConfig(deaths=sections.get("deaths", 0), errors=sections.get("errors", 0), backoff_s=0.1),
+        recovery=RecoveryConfig(deaths=sections.get("deaths", 0), errors=sections.get("errors", 0), backoff_s=0.1,
+                                spares=sections.get("spares", 0)),
         placement=PlacementConfig(device="cpu", cpus_per_rank=sections.get("cpus_per_rank", 0.2),
                                   wait_s=sections.get("wait_s", 60)))
 

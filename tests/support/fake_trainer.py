@@ -53,12 +53,15 @@ class FakeTrainer:
         self._writer: ShardWriter | None = None
         self.current_op: str | None = None
 
-    def connect(self, host: str, port: int, generation: int) -> None:
+    def connect(self, host: str, port: int, generation: int, replicas: Sequence[int]) -> None:
         self._fail(0)
+        self._plan = self._plan.with_replicas(replicas)
+        first, *others = self._plan.ranks
+        self._is_first = self._rank == first
         address = f"\0raytrain3d-fake-{port}-{generation}"  # abstract: leaves no file
-        if self._rank == 0:
+        if self._is_first:
             with Listener(address, "AF_UNIX", backlog=64) as listener:
-                self._links = [listener.accept() for _ in range(1, self._plan.mesh.size)]
+                self._links = [listener.accept() for _ in others]
             return
         end = time.monotonic() + 20
         while not self._links:
@@ -98,7 +101,7 @@ class FakeTrainer:
 
     def save(self, directory: str, step: int, *, behind: bool) -> SaveStart:
         self._saving = step
-        if self._rank == 0:  # others without torch, which takes longer to load than all else here
+        if self._is_first:  # others without torch, which takes longer to load than all else here
             from raytrain3d.checkpoint.writer import ShardWriter
             self._writer = self._writer or ShardWriter(0)
             self._writer.start(directory, step, self._pieces(), behind=behind)
@@ -163,7 +166,7 @@ class FakeTrainer:
             raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer") from None
 
     def _sum(self, flag: bool, n: int | None) -> bool:
-        if self._rank == 0:
+        if self._is_first:
             wishes = [link.recv() for link in self._links]
             total = flag or any(wishes)
         else:
@@ -171,7 +174,7 @@ class FakeTrainer:
             total = bool(self._links[0].recv())
         if n is not None:
             self._agreed = (n, (float(total),))
-        if self._rank == 0:
+        if self._is_first:
             for link in self._links:
                 link.send(total)
         return total

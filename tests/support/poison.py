@@ -16,7 +16,7 @@ from raytrain3d.train.trainer import Trainer
 @dataclass(frozen=True, kw_only=True)
 class Poison:
     """`rank` spoils `layer` in `step`. output: its forward is infinite, also when it is computed again; once: only the first
-    time; gradient: that of its input is; weights: they are from then on; spike: they are twice as large, which costs."""
+    time; gradient: that of its input is; weights: they are from then on; spike: they are 40 times as large, which costs."""
 
     rank: int
     layer: int
@@ -61,6 +61,6 @@ class PoisonedTrainer(Trainer):
         if poison.kind in ("weights", "spike"):
             with torch.no_grad():
                 weights = self.states[poison.layer].weights
-                weights.mul_(2) if poison.kind == "spike" else weights[:1].fill_(float("nan"))
+                weights.mul_(40) if poison.kind == "spike" else weights[:1].fill_(float("nan"))
         else:
             module.forward = spoiled

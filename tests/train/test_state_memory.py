@@ -1,6 +1,7 @@
 """Measured bytes of weights, gradients and optimizer state of a rank against the formulas of FACTS (ZeRO) and the plan."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,9 +11,10 @@ from jobs import JobRunner, small_job
 from parity import SHARDINGS
 from torch import Tensor
 
-from raytrain3d.config import JobConfig
+from raytrain3d.config import JobConfig, RecoveryConfig
 from raytrain3d.parallel import gradients, weights
 from raytrain3d.parallel.layer_state import LayerState
+from raytrain3d.parallel.migrate import moving_buffers
 from raytrain3d.plan.memory import layer_state_memory
 from raytrain3d.plan.params import model_spec
 from raytrain3d.plan.plan import make_plan
@@ -57,6 +59,20 @@ def test_state_has_the_bytes_that_zero_says(dtype: str, sharding: str, data: int
         padding = BYTES[dtype, sharding](data) * (padded - spec.num_parameters)
         assert padding <= 0.02 * found
         assert found - padding == pytest.approx(BYTES[dtype, sharding](data) * spec.num_parameters, rel=0.02)
+
+
+@pytest.mark.parametrize(("dtype", "train"), [
+    ("fp32", {}), ("bf16", {}), ("bf16", {"offload_optimizer": True}), ("bf16", SHARDINGS["full"])])
+def test_the_plan_counts_snapshots(dtype: str, train: dict[str, Any]) -> None:
+    """Two copies of the own state, two of the client's, which is thought to be the largest."""
+    config = small_job(model=SHAPE, mesh={"data": 2, "pipeline": 2}, train={"dtype": dtype, **train})
+    without, plan = make_plan(config), make_plan(replace(config, recovery=RecoveryConfig(snapshot_interval=5)))
+    copied = [sum(buffer.nbytes for state in one_rank(config, rank).states.values() for buffer in moving_buffers(state))
+              for rank in (0, 1)]
+    assert copied[0] != copied[1]
+    for estimate, bare, own in zip(plan.estimates, without.estimates, copied, strict=True):
+        assert estimate.memory.snapshots == 2 * (own + max(copied))
+        assert (bare.memory.snapshots, bare.memory.total) == (0, estimate.memory.total)
 
 
 def watch(trainer: Any) -> None:

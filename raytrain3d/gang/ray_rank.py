@@ -1,0 +1,169 @@
+"""Ranks in Ray actors, spare actors that may become ranks, and the nodes that they are on."""
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from raytrain3d.gang.actor import RANK_ACTOR
+from raytrain3d.gang.capacity import NodeCapacity
+from raytrain3d.gang.handle import RankDied, settle
+from raytrain3d.gang.ray_cluster import NAMESPACE
+from raytrain3d.gang.worker import RankError, RankSettings, RankWorker
+from raytrain3d.plan.placement import RankPlace
+
+P = ParamSpec("P")
+T = TypeVar("T")
+EXIT_DETAIL = "Worker exit detail:"
+REFILL_S = 10.0
+"""From the use of a spare until another one is started."""
+
+
+class RayRank:
+    """A rank in a Ray actor."""
+
+    def __init__(self, actor: Any, place: RankPlace) -> None:
+        self.rank, self.node, self.place = place.rank, place.node, place
+        self._actor = actor
+        self._device_index: Future[int | None] = self._future(actor.device_index.remote())
+
+    def call(self, method: Callable[Concatenate[RankWorker, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return self._future(self._actor.call.remote(method, args, kwargs))
+
+    def ask(self, method: Callable[Concatenate[RankWorker, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return self._future(self._actor.ask.remote(method, args, kwargs))
+
+    @property
+    def device_index(self) -> int | None:
+        """Of its GPU; absent on CPU, and while it has not told it."""
+        return self._device_index.result() if self._device_index.done() and not self._device_index.exception() else None
+
+    def kill(self) -> Future[Any]:
+        """End the process. The future fails when it is gone."""
+        ray.kill(self._actor)
+        return self.ask(RankWorker.facts)
+
+    def _future(self, reference: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+
+        def done(carried: Future[Any]) -> None:
+            error = carried.exception()
+            if error is None:
+                settle(answer, carried.result())
+            elif isinstance(error, RayTaskError):
+                settle(answer, RankError(rank=self.rank, kind=type(error.cause).__name__, message=str(error.cause),
+                                         traceback=str(error), step=None, op=None))
+            elif answer.set_running_or_notify_cancel():
+                answer.set_exception(RankDied(death_cause(error)))
+
+        reference.future().add_done_callback(done)
+        return answer
+
+
+def death_cause(error: BaseException) -> str:
+    """The telling part of Ray's many lines about a dead actor."""
+    text = str(error) if isinstance(error, RayError) else f"{type(error).__name__}: {error}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [repr(error)]
+    preempted = "its node was preempted; " if getattr(error, "preempted", False) else ""
+    if "creation task" in text:
+        return f"it could not be made: {lines[-1]}"
+    _, found, detail = text.partition(EXIT_DETAIL)
+    if found:
+        detail = detail.splitlines()[0].partition("Some common causes")[0].partition("There are some potential")[0]
+        return f"{preempted}its process is gone ({detail.strip()} If nobody ended it, the node may be out of memory)"
+    return preempted + next((line for line in lines if "died" in line or "dead" in line), lines[0])
+
+
+def start_rank(settings: RankSettings, group: PlacementGroup, bundle: int) -> Any:
+    """The actor of a rank, in a bundle of its gang's placement group."""
+    plan, config = settings.plan, settings.config
+    pipeline = plan.mesh.coordinate(settings.rank).pipeline
+    return RANK_ACTOR.options(
+        name=f"raytrain3d/{config.run.name}/rank-{settings.rank:04d} pipeline {pipeline}", namespace=NAMESPACE,
+        num_cpus=config.placement.cpus_per_rank, num_gpus=1 if plan.device == "gpu" else 0,
+        runtime_env=_environment(settings),
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+    ).remote(settings)
+
+
+def _environment(settings: RankSettings) -> dict[str, Any] | None:
+    """The variable must be there before Ray starts the process; others are set by the actor, which knows its node."""
+    variables = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    return {"env_vars": variables} if settings.plan.device == "gpu" else None
+
+
+class RaySpares:
+    """Actors that wait, with torch loaded, on every node of a job. They ask for nothing: one that becomes a rank takes the
+    place of a lost rank in its bundle, on its GPU. settings: of any rank."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        self._settings, self._number = settings, settings.config.recovery.spares
+        self._waiting: defaultdict[str, list[Any]] = defaultdict(list)
+        self._refills: list[threading.Timer] = []
+        self._lock, self._closed, self._count = threading.Lock(), False, 0
+
+    def cover(self, nodes: Iterable[str]) -> None:
+        """Start what is missing on these nodes."""
+        with self._lock:
+            for node in nodes:
+                while not self._closed and len(self._waiting[node]) < self._number:
+                    self._waiting[node].append(self._start(node))
+
+    def take(self, node: str | None) -> Any | None:
+        """One on this node, if there is one; another one is started a little later, when the recovery is over."""
+        with self._lock:
+            if node is None or not self._waiting[node]:
+                return None
+            refill = threading.Timer(REFILL_S, self.cover, [[node]])
+            refill.daemon = True
+            refill.start()
+            self._refills.append(refill)
+            return self._waiting[node].pop(0)
+
+    def close(self) -> None:
+        for refill in self._refills:
+            refill.cancel()
+        with self._lock:
+            self._closed = True
+            for spare in [spare for spares in self._waiting.values() for spare in spares]:
+                ray.kill(spare)
+            self._waiting.clear()
+
+    def _start(self, node: str) -> Any:
+        self._count += 1
+        return RANK_ACTOR.options(
+            name=f"raytrain3d/{self._settings.config.run.name}/spare-{self._count}", namespace=NAMESPACE, num_cpus=0,
+            runtime_env=_environment(self._settings),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        ).remote(self._settings, spare=True)
+
+
+def node_names() -> dict[str, str]:
+    """Id -> address of every live node; with the beginning of the id where several nodes share an address."""
+    alive = {node["NodeID"]: node["NodeManagerAddress"] for node in _live_nodes()}
+    shared = Counter(alive.values())
+    return {node: address if shared[address] == 1 else f"{address}/{node[:6]}" for node, address in alive.items()}
+
+
+def node_capacities() -> list[NodeCapacity]:
+    """Resources of every live node."""
+    free: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
+    names = node_names()
+
+    def capacity(node: str, total: Mapping[str, float]) -> NodeCapacity:
+        left = free.get(node, {})
+        return NodeCapacity(name=names[node], cpus=total.get("CPU", 0.0), free_cpus=left.get("CPU", 0.0),
+                            gpus=total.get("GPU", 0.0), free_gpus=left.get("GPU", 0.0))
+
+    return sorted((capacity(node["NodeID"], node["Resources"]) for node in _live_nodes() if node["NodeID"] in names),
+                  key=lambda each: each.name)
+
+
+def _live_nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
