@@ -1,40 +1,16 @@
 """Notices of clouds, as their metadata services give them."""
 
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from metadata import served
 
-from raytrain3d.gang.notices import GCP_LEFT_S, Fetch, ends_at, fetch_from
+from raytrain3d.gang.notices import GCP_LEFT_S, ends_at, fetch_from
 
 NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
-
-
-@contextmanager
-def served(answer: Callable[[str, str, Any], str | None]) -> Iterator[Fetch]:
-    """A metadata service that answers with answer(method, path, headers), 404 for None."""
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            text = answer(self.command, self.path, self.headers)
-            self.send_response(404 if text is None else 200)
-            self.end_headers()
-            self.wfile.write((text or "").encode())
-
-        do_PUT = do_GET  # noqa: N815 - the name that http.server calls
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield fetch_from(f"http://127.0.0.1:{server.server_port}")
-        server.shutdown()
 
 
 @pytest.mark.parametrize(("action", "end"), [
@@ -48,8 +24,8 @@ def test_aws(action: dict[str, str] | None, end: float | None) -> None:
         assert headers["X-aws-ec2-metadata-token"] == "secret"
         return None if action is None else json.dumps(action)
 
-    with served(answer) as fetch:
-        assert ends_at("aws", fetch) == end
+    with served(answer) as address:
+        assert ends_at("aws", fetch_from(address)) == end
 
 
 @pytest.mark.parametrize("word", ["TRUE", "FALSE"])
@@ -58,8 +34,8 @@ def test_gcp(word: str) -> None:
         assert (path, headers["Metadata-Flavor"]) == ("/computeMetadata/v1/instance/preempted", "Google")
         return word
 
-    with served(answer) as fetch:
-        end = ends_at("gcp", fetch)
+    with served(answer) as address:
+        end = ends_at("gcp", fetch_from(address))
     assert end == pytest.approx(time.time() + GCP_LEFT_S, abs=5) if word == "TRUE" else end is None
 
 
@@ -72,12 +48,12 @@ def test_azure(kind: str, machine: str, end: float | None) -> None:
         assert headers["Metadata"] == "true"
         return {NAME: "me", EVENTS: json.dumps(events)}.get(path)
 
-    with served(answer) as fetch:
-        assert ends_at("azure", fetch) == end
+    with served(answer) as address:
+        assert ends_at("azure", fetch_from(address)) == end
 
 
 def test_a_service_that_is_away_is_an_os_error() -> None:
-    with served(lambda *_: None) as fetch:
+    with served(lambda *_: None) as address:
         pass
     with pytest.raises(OSError):
-        ends_at("gcp", fetch)
+        ends_at("gcp", fetch_from(address))

@@ -1,6 +1,5 @@
 """A job on a Ray cluster of several nodes on this machine: a node is killed, another one comes, and one is drained."""
 
-import io
 import json
 import os
 import signal
@@ -9,8 +8,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,16 +20,25 @@ import pytest
 from chaos import plan_kills
 from chaos_jobs import Undisturbed, lines, make_job, outcome
 from fake_jobs import SUPPORT, wait_until
-from rooms import PacedTrainer, Rooms
+from metadata import served
+from rooms import Rooms
 
 from raytrain3d.config import DataRange, JobConfig, MeshConfig
-from raytrain3d.gang.run import run_job
+from raytrain3d.load import dump
 
 os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")  # read when Ray is imported
 ray = pytest.importorskip("ray")
+from raytrain3d.gang.ray_notices import drain  # noqa: E402 - imports Ray
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400),
               pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")]
 
+DRIVER = """
+import sys
+from raytrain3d.gang.run import run_job
+from raytrain3d.load import load
+from rooms import PacedTrainer
+sys.exit(run_job(load(sys.argv[1]), launcher="ray", address=sys.argv[2], trainer=PacedTrainer))
+"""
 SOON = {"RAY_health_check_initial_delay_ms": "1000", "RAY_health_check_period_ms": "1000",
         "RAY_health_check_timeout_ms": "1000", "RAY_health_check_failure_threshold": "3"}
 """A lost node is noticed in about 3 s instead of 15 s."""
@@ -89,50 +100,69 @@ def wait_for_step(config: JobConfig, step: int) -> None:
     wait_until(is_done, 120)
 
 
+@contextmanager
+def driver(config: JobConfig, address: str) -> Iterator[Callable[[], int]]:
+    """The job's driver in a process of its own. Yields a wait for its exit code."""
+    file, output = Path(config.run.directory) / "job.yaml", Path(config.run.directory) / "output.txt"
+    file.write_text(dump(config))
+    with output.open("w") as out, subprocess.Popen([sys.executable, "-c", DRIVER, str(file), address], stdout=out,
+                                                   stderr=subprocess.STDOUT) as process:
+        try:
+            yield lambda: process.wait(120)
+        except BaseException:
+            print(output.read_text())  # noqa: T201 - pytest shows it with the failure
+            raise
+        finally:
+            process.kill()
+
+
 def test_a_node_is_lost_another_one_comes_and_one_is_drained(cluster: Any, undisturbed: Undisturbed) -> None:
     calm = make_job(undisturbed.directory, "nodes", (2, 2, 1))
     config = replace(calm, mesh=MeshConfig(data=DataRange(min=1, max=2), pipeline=2),
                      placement=replace(calm.placement, cpus_per_rank=0.5))
     rooms = Rooms(config)
     plan_kills(config, [])
-    times: dict[str, float] = {}
-    errors: list[BaseException] = []
-
-    def act() -> None:
-        rooms.pace(2)
+    rooms.pace(2)
+    with driver(config, cluster.address) as wait_for_end:
         wait_for_step(config, 3)
         first, second = cluster.list_all_nodes()[1:]
         kill(first)
-        times["lost"] = wait_for_event(config, "failure")["time"]
-        times["goes on"] = wait_for_event(config, "recovered")["time"]
+        lost = wait_for_event(config, "failure")["time"]
+        assert wait_for_event(config, "recovered")["time"] - lost < 30
         add_node(cluster)
-        wait_for_event(config, "gang taken in")
         wait_for_event(config, "regrouped")
-        drained = subprocess.run(
-            [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address, "--node-id",
-             second.node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot",
-             "--deadline-remaining-seconds", "60"], capture_output=True, text=True)
-        assert drained.returncode == 0, drained.stderr
+        drain(cluster.address, second.node_id, time.time() + 60, "spot")
         wait_for_event(config, "regrouped", 2)
         rooms.pace(0)
-
-    def run_act() -> None:
-        try:
-            act()
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-            rooms.pace(0)
-
-    thread = threading.Thread(target=run_act)
-    thread.start()
-    output = io.StringIO()
-    code = run_job(config, launcher="ray", address=cluster.address, output=output, trainer=PacedTrainer)
-    thread.join()
-    assert not errors and code == 0, f"{errors}\n{output.getvalue()}"
-    assert times["goes on"] - times["lost"] < 30
-    events = [event for event in lines(config, "events.jsonl")
-              if event["event"] in ("failure", "gang given up", "gang taken in", "notice", "regrouped", "recovered")]
-    assert [event["event"] for event in events] == ["failure", "gang given up", "recovered", "gang taken in", "regrouped",
-                                                    "notice", "gang given up", "regrouped"], output.getvalue()
+        assert wait_for_end() == 0
+    told = ("failure", "gang given up", "gang taken in", "notice", "regrouped", "recovered")
+    assert [event["event"] for event in lines(config, "events.jsonl") if event["event"] in told] == [
+        "failure", "gang given up", "recovered", "gang taken in", "regrouped", "notice", "gang given up", "regrouped"]
     numbers, wanted = outcome(config)[0], undisturbed[2, 2, 1][0]
     assert [loss for _, loss, *_ in numbers] == pytest.approx([loss for _, loss, *_ in wanted], rel=1e-5)
+
+
+def test_a_cloud_notice_drains_the_node_and_a_checkpoint_is_saved(cluster: Any, undisturbed: Undisturbed) -> None:
+    """Both nodes have the same metadata service, so both get the notice."""
+    calm = make_job(undisturbed.directory, "notice", (2, 2, 1))
+    notice = threading.Event()
+
+    def answer(method: str, path: str, headers: Any) -> str:
+        return "TRUE" if notice.is_set() else "FALSE"
+
+    with served(answer) as address:
+        config = replace(calm, placement=replace(calm.placement, cpus_per_rank=0.5),
+                         checkpoint=replace(calm.checkpoint, interval=None),
+                         recovery=replace(calm.recovery, notices="gcp", metadata_address=address))
+        rooms = Rooms(config)
+        plan_kills(config, [])
+        rooms.pace(1)
+        with driver(config, cluster.address) as wait_for_end:
+            wait_for_step(config, 3)
+            notice.set()
+            noticed = wait_for_event(config, "notice")
+            saved = wait_for_event(config, "checkpoint")
+            rooms.pace(0)
+            assert wait_for_end() == 0
+    assert saved["time"] < noticed["time"] + noticed["seconds"] and 0 < noticed["seconds"] <= 30
+    assert outcome(config) == undisturbed[2, 2, 1]
