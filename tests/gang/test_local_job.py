@@ -142,7 +142,8 @@ def test_a_signal_ends_a_check(tmp_path: Path) -> None:
     assert_no_ranks()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [
+    (signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)])
 def test_a_signal_ends_all_ranks_after_the_same_step_and_saves(tmp_path: Path, number: int, code: int) -> None:
     config = fake_job(tmp_path, steps=10_000)
     with Driver(config, "local") as driver:

@@ -1,7 +1,7 @@
 """A rank that is killed in the middle of a move: the run ends, the plan in its directory names a whole split, and the run
 resumed from its newest checkpoint is bit-equal to one that nothing happened to.
 
-The normal run takes two moments; `pytest -m slow tests/gang/test_moves_and_deaths.py` all of them.
+The normal run takes one moment; `pytest -m slow tests/gang/test_moves_and_deaths.py` all of them.
 """
 
 import io
@@ -111,7 +111,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
 
 
 @pytest.mark.parametrize("moment", [
-    pytest.param(moment, marks=[] if moment in ("target after copy", "source before adopt") else pytest.mark.slow)
+    pytest.param(moment, marks=[] if moment == "source before adopt" else pytest.mark.slow)
     for moment in MOMENTS])
 def test_a_death_in_a_move_costs_nothing_but_time(moment: str, undisturbed: tuple[Path, dict[str, bytes]]) -> None:
     directory, wanted = undisturbed

@@ -58,7 +58,8 @@ def test_a_killed_rank_is_replaced_and_the_others_stay(tmp_path: Path) -> None:
     assert steps == list(range(1, len(steps) + 1)), "every step has its line, once"
 
 
-@pytest.mark.parametrize(("rank", "words"), [(1, "rank 1 filled from rank 3"), (0, "rank 0 filled from rank 2")])
+@pytest.mark.parametrize(("rank", "words"), [
+    pytest.param(1, "rank 1 filled from rank 3", marks=pytest.mark.slow), (0, "rank 0 filled from rank 2")])
 def test_a_rank_that_raises_is_replaced(tmp_path: Path, rank: int, words: str) -> None:
     config = fake_job(tmp_path, mesh=(2, 2, 1), errors=1)
     text = run(config, rank, 5, "raise")
