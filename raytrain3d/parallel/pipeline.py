@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 
 from raytrain3d.parallel.channels import Mail
 from raytrain3d.parallel.clock import Clock
@@ -105,6 +106,13 @@ class Around(Protocol):
 
     def after(self, kind: Kind, layer: int, *, last: bool) -> None:
         """`last`: the layer's gradient is complete."""
+
+
+def back_propagate(out: Tensor, gradient: Tensor) -> None:
+    """As `torch.autograd.backward(out, gradient)`, without its checks of the arguments, which take as long as the engine
+    itself needs to go through a small graph."""
+    Variable._execution_engine.run_backward((out,), (gradient,), keep_graph=False, create_graph=False, inputs=(),
+                                            allow_unreachable=True, accumulate_grad=True)
 
 
 class PipelineRun:
@@ -231,8 +239,9 @@ class PipelineRun:
             start = self._clock.mark()
             entering = x.detach().requires_grad_() if x.is_floating_point() and self._training else x
             keep = self._training and layer not in stage.recompute
+            recording = nullcontext() if keep else torch.no_grad()
             saving = saved_on_host(module, entering) if self._offload else nullcontext()
-            with torch.set_grad_enabled(keep), saving:
+            with recording, saving:
                 out = module(entering, *self._feed.arguments(op.micro_batch, layer))
             if self._training:
                 self._in_flight[key].layers.append((layer, entering, out if keep else None))
@@ -258,7 +267,7 @@ class PipelineRun:
                 out = stage.layers[layer](entering, *self._feed.arguments(op.micro_batch, layer))
             with self._put_off() if split else nullcontext() as later:
                 if out.requires_grad:
-                    torch.autograd.backward(out, gradient)
+                    back_propagate(out, torch.ones_like(out) if gradient is None else gradient)
             if later is not None:
                 in_flight.put_off.append((layer, later))
             gradient = None if entering.grad is None else entering.grad.contiguous()
@@ -285,8 +294,9 @@ class PipelineRun:
         if stage in self._stages:
             (self._entering if send is Kind.SEND_FORWARD else self._coming_back)[stage, op.micro_batch] = x
             return
-        messages = self._in_flight[op.stage, op.micro_batch].messages
-        borrowed = any(x.untyped_storage().data_ptr() == m.untyped_storage().data_ptr() for m in messages)
+        start = x.data_ptr()
+        borrowed = any(message.data_ptr() <= start < message.data_ptr() + message.nbytes
+                       for message in self._in_flight[op.stage, op.micro_batch].messages)
         # A layer may hand on what it was given; that buffer is used again as soon as this stage is done with it.
         self._leaving[send, op.stage, op.micro_batch] = x.clone() if borrowed else x
 
