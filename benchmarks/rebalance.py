@@ -37,6 +37,8 @@ from raytrain3d.plan.plan import Plan
 from raytrain3d.plan.workload import Simulator, Workload
 from raytrain3d.train.trainer import Trainer
 
+REAL_HEAD_BLOCKS = 3
+"""How many blocks the head is to be worth where layers compute."""
 SETTLED = 0.4
 """Share of a run's steps, the last ones, that count as settled."""
 
@@ -186,26 +188,37 @@ def shares(directory: Path, steps: int) -> dict[str, float]:
     return {"gain_shares": gain}
 
 
-def real_job(directory: Path, name: str, steps: int, layers: tuple[int, ...], mode: Any = "on") -> JobConfig:
-    """2 stages, 8 blocks of hidden 256, a head worth about three of them."""
+def real_job(directory: Path, name: str, vocabulary: int, steps: int, layers: tuple[int, ...],
+             mode: Any = "on") -> JobConfig:
+    """2 stages, 8 blocks of hidden 256, a head whose work grows with the vocabulary."""
     config = job(directory, name, mesh=(1, 2), blocks=8, micro_batches=8, steps=steps, layers=layers, mode=mode)
-    model = ModelConfig(vocabulary=8192, hidden=256, blocks=8, heads=8, feed_forward=704)
+    model = ModelConfig(vocabulary=vocabulary, hidden=256, blocks=8, heads=8, feed_forward=704)
     return replace(config, model=model, train=replace(config.train, sequence=128))
+
+
+def vocabulary_for_head(directory: Path) -> int:
+    """One with which the head is worth `REAL_HEAD_BLOCKS` blocks on this machine."""
+    tried = 8192
+    run(real_job(directory, "tried", tried, 8, (5, 5), mode="off"), trainer=RealTrainer)
+    return round(tried * REAL_HEAD_BLOCKS / head_in_blocks(directory, "tried") / 256) * 256
 
 
 def real_compute(directory: Path, steps: int, pairs: int) -> dict[str, float]:
     """Real layers from as many blocks on both stages. Runs with and without moves take turns."""
     gains, pauses, restarts, head = [], [], [], []
-    rate = link_rate()
+    rate, vocabulary = link_rate(), vocabulary_for_head(directory)
     for i in range(pairs):
-        moved = run(real_job(directory, f"real-moved-{i}", steps, (5, 5)), trainer=RealTrainer)
-        still = run(real_job(directory, f"real-still-{i}", steps // 2, (5, 5), mode="off"), trainer=RealTrainer)
+        moved = run(real_job(directory, f"real-moved-{i}", vocabulary, steps, (5, 5)), trainer=RealTrainer)
+        still = run(real_job(directory, f"real-still-{i}", vocabulary, steps // 2, (5, 5), mode="off"), trainer=RealTrainer)
         gains.append(still.settled() / moved.settled())
+        if not moved.moves():
+            print(f"pair {i} without a move:", *(event["text"] for event in moved.events), sep="\n  ", flush=True)
         for move in moved.moves()[:1]:
             pauses.append((move["seconds"] - move["bytes"] / rate) / still.settled())
-            restarts.append(restart_s(directory, i) / move["seconds"])
+            restarts.append(restart_s(directory, i, vocabulary) / move["seconds"])
         head.append(head_in_blocks(directory, f"real-still-{i}"))
-    values = {"gain_real_pp2": statistics.median(gains), "head_blocks_measured": statistics.median(head)}
+    values = {"gain_real_pp2": statistics.median(gains), "head_blocks_measured": statistics.median(head),
+              "vocabulary": vocabulary}
     if pauses:
         values |= {"pause_steps": statistics.median(pauses), "restart_pause_ratio": statistics.median(restarts)}
     show(f"real compute, PP2, 8 blocks, {pairs} pairs", [
@@ -215,18 +228,22 @@ def real_compute(directory: Path, steps: int, pairs: int) -> dict[str, float]:
 
 
 def head_in_blocks(directory: Path, name: str) -> float:
-    """What the head takes over what a block takes, in the last step."""
-    line = json.loads((directory / name / "metrics.jsonl").read_text().splitlines()[-1])
-    total = {int(layer): seconds + line["layer_backward_s"][layer] for layer, seconds in line["layer_forward_s"].items()}
+    """What the head takes over what a block takes: median of the later half of the steps."""
+    lines = (directory / name / "metrics.jsonl").read_text().splitlines()
+    return statistics.median(_head_in_blocks(json.loads(line)) for line in lines[len(lines) // 2 :])
+
+
+def _head_in_blocks(step: dict[str, Any]) -> float:
+    total = {int(layer): seconds + step["layer_backward_s"][layer] for layer, seconds in step["layer_forward_s"].items()}
     return total[9] / statistics.median(total[layer] for layer in range(1, 9))
 
 
-def restart_s(directory: Path, number: int) -> float:
+def restart_s(directory: Path, number: int, vocabulary: int) -> float:
     """Seconds without training when a job is stopped with a checkpoint and started again with another split."""
     name = f"restart-{number}"
-    run(real_job(directory, name, 4, (5, 5), mode="off"), trainer=RealTrainer)
+    run(real_job(directory, name, vocabulary, 4, (5, 5), mode="off"), trainer=RealTrainer)
     stopped = step_times(directory, name)[-1]
-    outcome = run(real_job(directory, name, 8, (7, 3), mode="off"), trainer=RealTrainer)
+    outcome = run(real_job(directory, name, vocabulary, 8, (7, 3), mode="off"), trainer=RealTrainer)
     return step_times(directory, name)[4] - outcome.seconds[4] - stopped
 
 
