@@ -32,9 +32,9 @@ import ray
 from raytrain3d.config import DataConfig, JobConfig, MeshConfig, ModelConfig, PipelineConfig, RunConfig, TrainConfig
 from raytrain3d.gang.controller import Controller, Job
 from raytrain3d.gang.fleet import Fleet, Limits
-from raytrain3d.gang.gang import RayRank
-from raytrain3d.gang.handle import ReportSource
+from raytrain3d.gang.handle import FixedGangs, ReportSource
 from raytrain3d.gang.ray_cluster import OWN_ENVIRONMENT
+from raytrain3d.gang.ray_rank import RayRank
 from raytrain3d.gang.stop import StopFlag
 from raytrain3d.gang.worker import LeaseEnd, NodeFacts
 from raytrain3d.metrics.journal import Journal
@@ -79,11 +79,14 @@ class Host:
                 return NodeFacts(rank=rank, host="host", address="127.0.0.1", device="cpu", cpu_model="",
                                  process=os.getpid())
             case "train":
-                first, last = args
+                first, last, *_ = args
                 self._begun[rank] = (first, last, time.monotonic())
                 await asyncio.sleep((last - first + 1) * self._step_s)
                 return LeaseEnd(step=last, stopped=False)
         return None
+
+    async def device_index(self) -> None:
+        """They have no GPU."""
 
     async def gather(self, after: int, ranks: Sequence[int]) -> list[StepReport]:
         """As the first rank of a gang does it."""
@@ -160,7 +163,7 @@ def drive(mesh: Mesh, leases: int, step_s: float) -> dict[str, float]:
         task = Job(config=config, plan=plan, directory=directory, data=None, store_host="127.0.0.1",
                    serve_store=lambda host, port: NoStore(), check_nodes=lambda nodes: None, keep_plan=lambda plan: None)
         before = time.process_time()
-        fleet = Fleet(gangs, stop, replace(Limits(), hang_s=600))
+        fleet = Fleet(FixedGangs(gangs), stop, replace(Limits(), hang_s=600))
         with suppress(Done):
             Controller(task, fleet, stop=stop, mailboxes=(), journal=journal).run()
         records.close()
