@@ -29,7 +29,7 @@ from typing import Any
 
 import ray
 
-from raytrain3d.config import DataConfig, JobConfig, MeshConfig, ModelConfig, PipelineConfig, RunConfig, TrainConfig
+from raytrain3d.config import DataConfig, JobConfig, MeshConfig, ModelConfig, RebalanceConfig, RunConfig, TrainConfig
 from raytrain3d.gang.controller import Controller, Job
 from raytrain3d.gang.fleet import Fleet, Limits
 from raytrain3d.gang.handle import FixedGangs, ReportSource
@@ -60,7 +60,8 @@ def job(mesh: Mesh, directory: str, leases: int) -> JobConfig:
         run=RunConfig(name="scale", directory=directory), data=DataConfig(path=directory),
         model=ModelConfig(vocabulary=512, hidden=64, blocks=4 * mesh.pipeline, heads=mesh.tensor,
                           feed_forward=64 * mesh.tensor),
-        mesh=MeshConfig(data=mesh.data, pipeline=mesh.pipeline, tensor=mesh.tensor), pipeline=PipelineConfig(),
+        mesh=MeshConfig(data=mesh.data, pipeline=mesh.pipeline, tensor=mesh.tensor),
+        rebalance=RebalanceConfig(mode="advise"),  # decisions are the driver's work; ranks that sleep have nothing to move
         train=TrainConfig(steps=LEASE * leases, global_batch=2 * mesh.pipeline * mesh.data, sequence=16, lease=LEASE))
 
 
