@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from raytrain3d.checkpoint.layout import Piece
 from raytrain3d.checkpoint.store import commit, read_into
 from raytrain3d.config import JobConfig, MeshConfig, ModelConfig
-from raytrain3d.data.loader import MicroBatch
+from raytrain3d.data.micro_batch import MicroBatch
 from raytrain3d.model.transformer import build_layers
 from raytrain3d.plan.params import model_spec
 from raytrain3d.plan.plan import make_plan

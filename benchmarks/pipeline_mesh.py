@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain3d.config import JobConfig, LearningRateConfig, MeshConfig, OptimizerConfig
-from raytrain3d.data.loader import MicroBatch
+from raytrain3d.data.micro_batch import MicroBatch
 from raytrain3d.plan.plan import Plan, make_plan
 from raytrain3d.train.trainer import Trainer
 

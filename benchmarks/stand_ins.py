@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from raytrain3d.config import JobConfig, ModelConfig
-from raytrain3d.data.loader import MicroBatch
+from raytrain3d.data.micro_batch import MicroBatch
 from raytrain3d.model.transformer import Layer
 from raytrain3d.plan.plan import Plan
 from raytrain3d.train.trainer import Trainer
@@ -63,7 +63,7 @@ def sleeping_layers(model: ModelConfig, layers: Iterable[int], noise: float) -> 
 class NoData:
     """The same tokens at every step, and nothing to validate on."""
 
-    largest_validation_share = 0
+    validation_sets = ()
 
     def __init__(self, config: JobConfig, plan: Plan, replica: int) -> None:
         self._shape, self._replica = (config.train.micro_batch, config.train.sequence), replica
@@ -75,9 +75,6 @@ class NoData:
     def micro_batches(self, step: int) -> list[MicroBatch]:
         tokens = torch.zeros(self._shape, dtype=torch.int64)
         return [MicroBatch(tokens=tokens, targets=tokens, samples=(i,)) for i in range(self._share)]
-
-    def validation(self) -> list[MicroBatch]:
-        return []
 
     def close(self) -> None:
         pass

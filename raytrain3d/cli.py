@@ -8,25 +8,22 @@ for a run that failed.
 import argparse
 import os
 import sys
-import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytrain3d.cli_checkpoint import add_checkpoint_commands, add_model_commands
+from raytrain3d.cli_data import add_data_commands, print_dataset, showing
 from raytrain3d.cli_parser import FAILED, Command, add_address, add_command, add_job_command, count_above_0, number_from_0
 from raytrain3d.cli_run import add_run_commands
 from raytrain3d.errors import ConfigError, DataError, PlanError, RayTrain3DError
 
 if TYPE_CHECKING:
     from raytrain3d.config import JobConfig
-    from raytrain3d.data.manifest import DatasetManifest
-    from raytrain3d.data.prepare import PrepareProgress
     from raytrain3d.plan.plan import Plan
 
 BAD_INPUT, INTERRUPTED = 2, 130
-PROGRESS_INTERVAL_S = 2.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,13 +100,11 @@ def make_parser() -> argparse.ArgumentParser:
     compare = add_command(commands, "compare", run_compare, "say whether two runs are the same to the bit")
     for name in ("first", "second"):
         compare.add_argument(name, metavar="RUN_DIRECTORY", help="directory of a run, such as runs/quickstart")
-    data = add_command(commands, "data", None, "token data").add_subparsers(metavar="COMMAND", required=True)
-    add_job_command(data, "prepare", run_prepare, "make data.path from the text files of data.text")
+    add_data_commands(commands)
     add_checkpoint_commands(commands)
     add_model_commands(commands)
     add_run_commands(commands)
     add_command(commands, "config", run_config, "print the reference of all configuration keys")
-    add_command(commands, "commands", run_commands, "print the reference of all commands")
     add_command(commands, "version", run_version, "print the version")
     return parser
 
@@ -207,26 +202,10 @@ def _write(path: str, text: str) -> None:
     print(f"wrote {path}")
 
 
-def run_prepare(arguments: argparse.Namespace) -> int:
-    from raytrain3d.data.prepare import prepare
-
-    data = _job(arguments).data
-    manifest = prepare(data.text, data.path, data.tokenizer, data.validation_fraction, progress=ProgressLines())
-    _print_dataset(data.path, manifest)
-    return 0
-
-
 def run_config(arguments: argparse.Namespace) -> int:
     from raytrain3d.reference import reference
 
     print(reference(), end="")
-    return 0
-
-
-def run_commands(arguments: argparse.Namespace) -> int:
-    from raytrain3d.cli_reference import command_reference
-
-    print(command_reference(make_parser()), end="")
     return 0
 
 
@@ -258,9 +237,10 @@ def _ready_job(arguments: argparse.Namespace) -> "JobConfig":
     config = _job(arguments)
     _plan(config)  # what cannot be laid out should not cost a preparation
     _check_start(config)
-    manifest = prepare_if_missing(config, ProgressLines())
+    with showing() as display:
+        manifest = prepare_if_missing(config, display)
     if manifest is not None:
-        _print_dataset(config.data.path, manifest)
+        print_dataset(str(config.data.path), manifest)
     return config
 
 
@@ -272,26 +252,3 @@ def _check_start(config: "JobConfig") -> None:
         from raytrain3d.checkpoint.huggingface import HuggingFaceWeights
 
         HuggingFaceWeights(directory)
-
-
-class ProgressLines:
-    """Says how far a preparation is, a line every few seconds."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-
-    def __call__(self, progress: "PrepareProgress") -> None:
-        now = time.monotonic()
-        if now - self._last >= PROGRESS_INTERVAL_S:
-            self._last = now
-            print(f"prepared {progress.documents} of {progress.num_documents} documents, {progress.tokens:,} tokens",
-                  flush=True)
-
-
-def _print_dataset(path: str, manifest: "DatasetManifest") -> None:
-    from raytrain3d.data.manifest import SPLITS
-
-    sizes = ", ".join(f"{split} {manifest.tokens(split):,} tokens in {manifest.documents(split):,} documents"
-                      for split in SPLITS)
-    skipped = f"; {manifest.skipped} documents are not UTF-8 and were skipped" if manifest.skipped else ""
-    print(f"prepared {path}: {sizes}{skipped}", flush=True)

@@ -136,6 +136,8 @@ def run_evaluate(arguments: argparse.Namespace) -> int:
         where = reader.folder.path
         config = load_stored(evaluation_job(reader.manifest.config), where, arguments.overrides)
         report = evaluate_checkpoint(reader, config)
-    print(f"validation loss  {report.loss:.4f} nats a token ({report.tokens:,} tokens of {config.data.path}, "
-          f"{report.seconds:.1f} s)")
+    paths = ", ".join(dict.fromkeys(chosen.path for chosen in config.evaluation_sets))
+    print(f"validation loss  {report.loss:.4f} nats a token ({report.tokens:,} tokens of {paths}, {report.seconds:.1f} s)")
+    for each in report.sets:
+        print(f"  {each}")
     return 0

@@ -7,27 +7,17 @@ fields when it is made; `JobConfig.__post_init__` holds the rules that cross sec
 from dataclasses import dataclass, field
 from typing import Literal
 
+from raytrain3d.config_checks import fraction as _fraction
+from raytrain3d.config_checks import positive as _positive
+from raytrain3d.config_checks import require as _require
+from raytrain3d.config_data import DataConfig, EvaluateConfig, EvaluationSetConfig, PhaseConfig, SourceConfig
 from raytrain3d.errors import ConfigError
 
+# Of the names from elsewhere, those that others may import from here.
+__all__ = ["DataConfig", "EvaluateConfig", "EvaluationSetConfig", "PhaseConfig", "SourceConfig"]
 
 Recompute = Literal["none", "selective", "full"]
 """What a block computes again before its backward."""
-
-
-def _require(valid: bool, key: str, value: object, want: str) -> None:
-    if not valid:
-        raise ConfigError(f"{key} is {value!r}: {want}")
-
-
-def _positive(section: str, **values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None:
-            _require(value > 0, f"{section}.{name}", value, "must be above 0")
-
-
-def _fraction(section: str, **values: float) -> None:
-    for name, value in values.items():
-        _require(0 <= value < 1, f"{section}.{name}", value, "must be at least 0 and below 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -373,39 +363,6 @@ class LearningRateConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
-    """Token data, made by `raytrain3d data prepare`."""
-
-    path: str
-    """Directory of Arrow token shards."""
-    text: tuple[str, ...] = ()
-    """Text files, as glob patterns (`{stdlib}` stands for the Python standard library's directory; a pattern that
-    begins with `!` leaves out what it matches). When given and `path` does not exist yet, `train` prepares it from them
-    first."""
-    tokenizer: str = "bytes"
-    """`bytes`, or the path of the `tokenizer.json` that `path` was or will be prepared with."""
-    validation_fraction: float = 0.05
-    """Share of documents held out for validation when preparing."""
-
-    def __post_init__(self) -> None:
-        _require(bool(self.path), "data.path", self.path, "must name a directory of token shards")
-        _fraction("data", validation_fraction=self.validation_fraction)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluateConfig:
-    """Validation loss at intervals."""
-
-    interval: int | None = None
-    """Steps between evaluations; one more follows the last step. Absent: only the one after the last step."""
-    samples: int = 64
-    """Validation samples, spread evenly over the split, always the same ones (all of it where it is smaller)."""
-
-    def __post_init__(self) -> None:
-        _positive("evaluate", interval=self.interval, samples=self.samples)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
     """Saving and resuming."""
 
@@ -445,24 +402,9 @@ class PlacementConfig:
     """Memory that a rank may use by the plan's estimate, in GiB: pipeline.schedule `auto` chooses within it, another
     schedule that needs more is refused. Absent: no limit."""
     wait_s: float = 600.0
-    """Longest wait for the cluster to offer the gangs' resources, in seconds. An autoscaler that can never offer them ends
-    it sooner."""
-    label: dict[str, str] = field(default_factory=dict)
-    """Labels that nodes of ranks must have, such as `{market: spot}`. A value may be a choice, `in(a,b)`, or be ruled out,
-    `!a` or `!in(a,b)`. An autoscaler adds nodes of a type with these labels."""
-    domain: str | None = None
-    """Name of a node label, such as `rack` or `ray.io/gpu-domain`: all ranks of a replica are on nodes with one value of it,
-    so that pipeline stages are a short way apart. Absent: packed onto as few nodes as possible, wherever those are."""
-    domains: tuple[str, ...] = ()
-    """Values of that label over which replicas are spread in turn, so that one failure takes few of them. Empty: any."""
+    """Longest wait for the cluster to offer the gangs' resources, in seconds."""
 
     def __post_init__(self) -> None:
-        _require(bool(self.domain) or not self.domains, "placement.domains", list(self.domains),
-                 "needs placement.domain, the label whose values these are")
-        _require(self.domain is None or not self.domains or self.domain not in self.label, "placement.label", self.label,
-                 f"has {self.domain}, which placement.domains already decides: leave one out")
-        for key, value in self.label.items():
-            _require(bool(key and value), "placement.label", self.label, "needs a name and a value for each label")
         _positive("placement", cpus_per_rank=self.cpus_per_rank, threads_per_rank=self.threads_per_rank,
                   memory_per_rank_gib=self.memory_per_rank_gib)
         _require(self.wait_s >= 0, "placement.wait_s", self.wait_s, "must be at least 0")
@@ -701,6 +643,14 @@ class JobConfig:
         warmup = self.learning_rate.warmup
         _require(warmup <= self.train.steps, "learning_rate.warmup", warmup,
                  f"is more than train.steps ({self.train.steps})")
+
+    @property
+    def evaluation_sets(self) -> tuple[EvaluationSetConfig, ...]:
+        """`evaluate.sets`, or the validation splits of all that is trained on."""
+        if self.evaluate.sets:
+            return self.evaluate.sets
+        return tuple(EvaluationSetConfig(name="validation" if self.data.path else source.name, path=source.path)
+                     for source in self.data.all_sources)
 
     @property
     def residual_sequence(self) -> int:

@@ -53,8 +53,8 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
         return tuple(_convert(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(value))
     if origin is dict:
         if not isinstance(value, dict):
-            _wrong(key, value, "must be a mapping of names to strings")
-        return {_convert(str, name, f"{key} (a name)"): _convert(str, item, f"{key}.{name}")
+            _wrong(key, value, f"must be a mapping of names to {'strings' if arguments[1] is str else 'numbers'}")
+        return {_convert(str, name, f"{key} (a name)"): _convert(arguments[1], item, f"{key}.{name}")
                 for name, item in value.items()}
     return _scalar(kind, value, key)
 

@@ -1,4 +1,4 @@
-"""The reference of all configuration keys, made from the docstrings under the fields of `config.py`.
+"""The reference of all configuration keys, made from the docstrings under the fields of `config.py` and `config_data.py`.
 
 Docstrings under fields exist only in the source, so that is what is read. `docs/config.md` is this text.
 """
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from textwrap import wrap
 
-from raytrain3d import config
+from raytrain3d import config, config_data
 
 HEAD = """# Configuration
 
-Every key of a job file. `raytrain3d config` prints this page; it is made from the docstrings in `raytrain3d/config.py`.
+Every key of a job file. `raytrain3d config` prints this page; it is made from the docstrings in `raytrain3d/config*.py`.
 A key is set in the YAML file, or after it on the command line: `raytrain3d train job.yaml train.steps=50`. Values may
 refer to other keys, `${run.name}`. Lists are written `[1, 2]`, and `null` makes an optional key absent."""
 WIDTH = 120
@@ -40,7 +40,8 @@ class Section:
 
 def reference() -> str:
     """The page, in Markdown."""
-    sections = read_sections(Path(config.__file__).read_text(encoding="utf-8"))
+    sections = {name: section for module in (config, config_data)
+                for name, section in read_sections(Path(str(module.__file__)).read_text(encoding="utf-8")).items()}
     return "\n\n".join([HEAD, *_pages(sections, "JobConfig", "")]) + "\n"
 
 
@@ -79,8 +80,8 @@ def _type(annotation: ast.expr, aliases: dict[str, ast.expr]) -> str:
         case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=[item, *_])):
             kind = _type(item, aliases)
             return f"list of ({kind})" if "|" in kind else f"list of {kind}"
-        case ast.Subscript(value=ast.Name(id="dict")):
-            return "mapping of str to str"
+        case ast.Subscript(value=ast.Name(id="dict"), slice=ast.Tuple(elts=[names, values])):
+            return f"mapping of {_type(names, aliases)} to {_type(values, aliases)}"
         case ast.BinOp(left=left, right=ast.Constant(value=None)):
             return f"{_type(left, aliases)} | null"
     return ast.unparse(annotation)
@@ -103,13 +104,15 @@ def _default(value: ast.expr) -> str:
 
 
 def _pages(sections: dict[str, Section], name: str, path: str) -> Iterator[str]:
-    """A heading, the section's text and its keys; then the sections inside."""
+    """A heading, the section's text and its keys; then the sections inside, and those that lists hold."""
     section = sections[name]
     inner = {key.name: kind for key in section.keys for kind in key.type.split(" | ") if kind in sections}
+    listed = {f"{key.name}[]": kind for key in section.keys if (kind := key.type.removeprefix("list of ")) in sections
+              and key.name not in inner}
     if path:
         plain = [_entry(path, key) for key in section.keys if key.type.removesuffix(" | null") not in sections]
         yield "\n".join([f"## {path}", section.text, "", *plain])
-    for key, kind in inner.items():
+    for key, kind in (inner | listed).items():
         yield from _pages(sections, kind, f"{path}.{key}" if path else key)
 
 

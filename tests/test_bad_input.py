@@ -118,6 +118,18 @@ def test_the_job_without_overrides_is_good(refusal: Refusal) -> None:
                  id="data tokenized with another vocabulary"),
     pytest.param(["data.tokenizer=other.json"], ["data.tokenizer", "other.json", "'bytes'"], id="another tokenizer"),
     pytest.param(["train.sequence=9000"], ["tokens", "9001", "train.sequence"], id="fewer tokens than a sample"),
+    pytest.param(["data.path=null"], ["data.path", "None", "data.sources instead"], id="no data"),
+    pytest.param(["data.sources=[{name: a, path: x}]"], ["data.path", "data.sources instead"], id="a path and sources"),
+    pytest.param(["data.path=null", "data.sources=[{name: a, path: x, weight: 1}, {name: b, path: y}]"],
+                 ["data.sources.weight", "['a']", "all sources or for none"], id="weights of some sources"),
+    pytest.param(["data.path=null", "data.sources=[{name: a, path: x}, {name: a, path: y}]"],
+                 ["data.sources.name", "'a'", "given twice"], id="two sources of a name"),
+    pytest.param(["data.path=null", "data.sources=[{name: a, path: x}]", "data.phases=[{tokens: 9, weights: {b: 1}}]"],
+                 ["data.phases.weights", "'b'", "valid are the sources a"], id="phase with a foreign source"),
+    pytest.param(["data.path=null", "data.sources=[{name: a, path: nowhere}]"],
+                 ["data.sources[0].path", "nowhere", "no such directory"], id="source that is missing"),
+    pytest.param(["evaluate.sets=[{name: a, path: nowhere}]"], ["evaluate.sets[0].path", "nowhere", "no such directory"],
+                 id="validation set that is missing"),
     pytest.param(["data.path=new", "data.text=[nothing/*.txt]"], ["data.text", "nothing/*.txt", "no file matches"],
                  id="text that is not there"),
 ])
@@ -133,24 +145,24 @@ def test_empty_data_directory(refusal: Refusal, tmp_path: Path) -> None:
 
 
 def test_corrupt_shard(refusal: Refusal, data: Path) -> None:
-    shard = data / "train-00000.arrow"
+    shard = data / "train-00000-000.arrow"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     message = refusal()
-    assert re.search(r"train-00000\.arrow is corrupt.*checksum is \w+.*manifest says \w+.*prepare", message), message
+    assert re.search(r"train-00000-000\.arrow is corrupt.*checksum is \w+.*manifest says \w+.*prepare", message), message
 
 
 def test_token_beyond_the_vocabulary(refusal: Refusal, data: Path) -> None:
     """A shard that holds the id 300 and whose checksum is right, in a dataset that claims 257 ids."""
-    shard, record = data / "train-00000.arrow", json.loads((data / "manifest.json").read_text())
+    shard, record = data / "train-00000-000.arrow", json.loads((data / "manifest.json").read_text())
     content = shard.read_bytes()
     place = content.index("document".encode("utf-16-le"))
     shard.write_bytes(content[:place] + (300).to_bytes(2, "little") + content[place + 2:])
     record["train"][0]["checksum"] = checksum(shard)
     (data / "manifest.json").write_text(json.dumps(record))
     message = refusal()
-    assert "train-00000.arrow has token id 300, beyond the vocabulary of 257 (valid are 0 to 256)" in message
+    assert "train-00000-000.arrow has token id 300, beyond the vocabulary of 257 (valid are 0 to 256)" in message
 
 
 def test_job_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,67 +1,65 @@
-"""The micro-batches of one replica: read, cut into tokens and targets, and one step ahead of training.
+"""The micro-batches of one replica, one step ahead of training.
 
 What a step reads comes from the sampler alone; the plan only says which part of it is this replica's share. One
 background thread prepares the next step while the current one trains.
 """
 
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
-import numpy as np
-import torch
-
-from raytrain3d.config import JobConfig
+from raytrain3d.config import EvaluationSetConfig, JobConfig
 from raytrain3d.data.check import check_samples
+from raytrain3d.data.folder import Cache
+from raytrain3d.data.micro_batch import BatchReader, MicroBatch
+from raytrain3d.data.mixture import Mixture
 from raytrain3d.data.sampler import Sampler, deal, spread
 from raytrain3d.data.tokens import Dataset
-from raytrain3d.plan.params import NO_LOSS
 from raytrain3d.plan.plan import Plan
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MicroBatch:
-    """Samples that go through the pipeline together."""
+class ValidationSet:
+    """The chosen samples of one validation set, dealt to the replicas."""
 
-    tokens: torch.Tensor
-    """(batch, seq), int64."""
-    targets: torch.Tensor
-    """(batch, seq), int64: the token after each, or NO_LOSS."""
-    samples: tuple[int, ...]
-    """Index of each row inside the global batch of the step (or among the chosen validation samples), whatever the
-    layout."""
+    def __init__(self, given: EvaluationSetConfig, config: JobConfig, plan: Plan) -> None:
+        self.name = given.name
+        self.dataset = Dataset.open(given.path, given.split, Cache.of(config.data))
+        self._total = self.dataset.num_samples(config.train.sequence)
+        self._chosen = min(config.evaluate.samples, self._total)
+        self._num_micro_batches = -(-self._chosen // config.train.micro_batch)
+        self.deal(plan)
+        self.bytes_per_token = self.dataset.manifest.bytes_per_token(given.split)
+        """Of its text; None when the data set does not say."""
 
-    @property
-    def num_loss_tokens(self) -> int:
-        return int((self.targets != NO_LOSS).sum())
+    def deal(self, plan: Plan) -> None:
+        """From now on to the replicas of `plan`."""
+        shares = deal(self._num_micro_batches, len(plan.replicas))
+        self.shares = dict(zip(plan.replicas, shares, strict=True))
+        self.largest_share = max(map(len, shares))
+        """Micro-batches of the replica with the most."""
 
-
-def read_micro_batch(dataset: Dataset, sequence: int, numbers: Sequence[int], samples: Sequence[int]) -> MicroBatch:
-    """Samples `numbers` of `dataset` as the first rows; rows left over (`samples` is longer) are padding without loss.
-    """
-    tokens = np.zeros((len(samples), sequence), dtype=np.int64)
-    targets = np.full((len(samples), sequence), NO_LOSS, dtype=np.int64)
-    for row, number in enumerate(numbers):
-        sample = dataset.sample(number, sequence)
-        tokens[row], targets[row] = sample[:-1], sample[1:]
-    return MicroBatch(tokens=torch.from_numpy(tokens), targets=torch.from_numpy(targets), samples=tuple(samples))
+    def rows(self, places: range) -> list[tuple[Dataset, int]]:
+        """Samples from all over the split, which lies document by document: its first ones would be a few documents."""
+        numbers = spread(range(places.start, min(places.stop, self._chosen)), self._chosen, self._total)
+        return [(self.dataset, number) for number in numbers]
 
 
 class Loader:
     """Micro-batches of one replica. Raises DataError when the data does not fit the job."""
 
-    def __init__(self, config: JobConfig, plan: Plan, replica: int) -> None:
+    def __init__(self, config: JobConfig, plan: Plan, replica: int, *, tokens: bool = True, targets: bool = True) -> None:
+        """tokens, targets: whether this rank needs them."""
         train = config.train
-        self._train = Dataset.open(config.data.path, "train")
-        self._validation = Dataset.open(config.data.path, "validation")
-        check_samples(config, self._train.manifest)
-        self._sampler = Sampler(seed=train.seed, num_samples=self._train.num_samples(train.sequence),
-                                global_batch=train.global_batch)
-        self._steps, self._sequence, self._micro_batch = train.steps, train.sequence, train.micro_batch
+        cache = Cache.of(config.data)
+        self._sources = [Dataset.open(source.path, "train", cache) for source in config.data.all_sources]
+        check_samples(config)
+        samples = [source.num_samples(train.sequence) for source in self._sources]
+        mixture = Mixture.of(config, [source.num_tokens for source in self._sources], samples)
+        self._sampler = Sampler(seed=train.seed, sizes=tuple(samples), mixture=mixture, global_batch=train.global_batch)
+        self._steps, self._micro_batch = train.steps, train.micro_batch
+        self._read_rows = BatchReader(sequence=train.sequence, mask_documents=config.data.mask_documents, tokens=tokens,
+                                      targets=targets)
         self._replica = replica
         self._share = _share(plan, replica)
-        self._num_validation = min(config.evaluate.samples, self._validation.num_samples(train.sequence))
-        self._deal_validation(plan)
+        self.validation_sets = tuple(ValidationSet(given, config, plan) for given in config.evaluation_sets)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._ahead: dict[int, Future[list[MicroBatch]]] = {}
 
@@ -73,41 +71,29 @@ class Loader:
             self._ahead[step + 1] = self._thread.submit(self._read, step + 1)
         return future.result()
 
-    def validation(self) -> list[MicroBatch]:
-        """This replica's share of the validation samples (maybe empty), the same at every call."""
-        return [self._read_validation(piece) for piece in self._validation_share]
+    def validation(self, number: int) -> list[MicroBatch]:
+        """This replica's share of a validation set's samples (maybe empty), the same at every call."""
+        chosen = self.validation_sets[number]
+        return [self._read_rows(chosen.rows(places), places)
+                for places in map(self._places, chosen.shares[self._replica])]
 
     def adopt(self, plan: Plan) -> None:
         """From the next step on the replicas' shares are those of `plan`."""
         self._share = _share(plan, self._replica)
-        self._deal_validation(plan)
+        for chosen in self.validation_sets:
+            chosen.deal(plan)
         self._ahead.clear()
-
-    def _deal_validation(self, plan: Plan) -> None:
-        shares = deal(-(-self._num_validation // self._micro_batch), len(plan.replicas))
-        self._validation_share = shares[plan.replicas.index(self._replica)]
-        self.largest_validation_share = max(map(len, shares))
-        """Micro-batches that `validation` gives to the replica with the most."""
 
     def close(self) -> None:
         """Ends the thread; may be called again."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, step: int) -> list[MicroBatch]:
-        return [self._read_training(step, piece) for piece in self._share]
-
-    def _read_training(self, step: int, piece: int) -> MicroBatch:
-        places = self._places(piece)
-        return read_micro_batch(self._train, self._sequence, self._sampler.samples(step, places), places)
-
-    def _read_validation(self, piece: int) -> MicroBatch:
-        """Samples from all over the split, which lies document by document: its first ones would be a few documents."""
-        places, chosen = self._places(piece), self._num_validation
-        total = self._validation.num_samples(self._sequence)
-        numbers = spread(range(places.start, min(places.stop, chosen)), chosen, total)
-        return read_micro_batch(self._validation, self._sequence, numbers, places)
+        return [self._read_rows([(self._sources[source], number) for source, number in self._sampler.samples(step, places)],
+                                places) for places in map(self._places, self._share)]
 
     def _places(self, piece: int) -> range:
+        """Of a micro-batch in the global batch, or among the chosen validation samples."""
         return range(piece * self._micro_batch, (piece + 1) * self._micro_batch)
 
 

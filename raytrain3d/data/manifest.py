@@ -6,7 +6,7 @@ everything but the tokens themselves can be checked without opening a shard.
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +41,9 @@ class ShardRecord:
     """Documents that end in this shard."""
     checksum: str
     """BLAKE2b (32 bytes, hexadecimal) of the file."""
+    text_bytes: int | None = None
+    """UTF-8 bytes of the text of its tokens; a document in several shards counts where it ends. Absent in older data sets.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +56,11 @@ class DatasetManifest:
     train: tuple[ShardRecord, ...]
     validation: tuple[ShardRecord, ...]
     skipped: int = 0
-    """Documents left out because they are not valid UTF-8 (never with the byte tokenizer)."""
+    """Records that were left out because they are no documents."""
+    bad: dict[str, int] = field(default_factory=dict)
+    """Why they were left out -> how many."""
+    duplicates: int = 0
+    """Documents that were left out because they repeat an earlier one."""
     bigram_entropy: float | None = None
     """Conditional entropy of a token given the one before, in nats: counts of the training split with add-one
     smoothing, evaluated on the validation split. Absent for large vocabularies or an empty split."""
@@ -67,6 +74,13 @@ class DatasetManifest:
     def documents(self, split: Split) -> int:
         return sum(shard.documents for shard in self.shards(split))
 
+    def bytes_per_token(self, split: Split) -> float | None:
+        """UTF-8 bytes of text for each token, ends of documents included among the tokens; None when it is not known."""
+        shards, tokens = self.shards(split), self.tokens(split)
+        sizes = [shard.tokens - shard.documents if self.tokenizer.name == "bytes" else shard.text_bytes for shard in shards]
+        known = [size for size in sizes if size is not None]
+        return sum(known) / tokens if tokens and len(known) == len(shards) else None
+
 
 def write_manifest(directory: Path, manifest: DatasetManifest) -> None:
     """Writes and syncs under another name, then renames: the manifest is whole or absent."""
@@ -78,12 +92,16 @@ def write_manifest(directory: Path, manifest: DatasetManifest) -> None:
     temporary.rename(directory / MANIFEST)
 
 
-def read_manifest(path: str | Path) -> DatasetManifest:
-    """The manifest of the dataset at `path`. DataError when there is none or it cannot be understood."""
-    file = Path(path) / MANIFEST
-    _check_directory(Path(path))
+def read_manifest(path: str | Path, key: str = "data.path") -> DatasetManifest:
+    """The manifest of the dataset at `path`, which the configuration has under `key`. DataError when there is none or it
+    cannot be understood."""
+    file: str | Path = Path(path) / MANIFEST
+    if "://" in str(path):
+        file = f"{str(path).rstrip('/')}/{MANIFEST}"
+    else:
+        _check_directory(Path(path), key)
     try:
-        record = json.loads(file.read_text())
+        record = json.loads(_read(file))
     except (OSError, ValueError) as error:
         raise DataError(f"{file} cannot be read ({error}): prepare the data again") from None
     version = record.get("version") if isinstance(record, dict) else None
@@ -96,21 +114,30 @@ def read_manifest(path: str | Path) -> DatasetManifest:
                         f"{error}): prepare the data again") from None
 
 
-def _check_directory(path: Path) -> None:
-    make = "make it with `raytrain3d data prepare`, or set data.path to a prepared dataset"
+def _read(file: str | Path) -> str | bytes:
+    """Of a path, or with a string of a URI."""
+    if isinstance(file, Path):
+        return file.read_text()
+    from raytrain3d.data.folder import read_remote
+
+    return read_remote(file)
+
+
+def _check_directory(path: Path, key: str) -> None:
+    make = f"make it with `raytrain3d data prepare`, or set {key} to a prepared dataset"
     if not path.exists():
-        raise DataError(f"data.path is '{path}': no such directory; {make}")
+        raise DataError(f"{key} is '{path}': no such directory; {make}")
     if not path.is_dir():
-        raise DataError(f"data.path is '{path}': a file, not a directory of token shards; {make}")
+        raise DataError(f"{key} is '{path}': a file, not a directory of token shards; {make}")
     if (path / MANIFEST).exists():
         return
     try:
         names = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
-        raise DataError(f"data.path is '{path}': cannot be listed ({error.strerror})") from None
+        raise DataError(f"{key} is '{path}': cannot be listed ({error.strerror})") from None
     if not names:
-        raise DataError(f"data.path is '{path}': the directory is empty; {make}")
-    raise DataError(f"data.path is '{path}': not a dataset, it has no {MANIFEST} (but {', '.join(names[:3])}"
+        raise DataError(f"{key} is '{path}': the directory is empty; {make}")
+    raise DataError(f"{key} is '{path}': not a dataset, it has no {MANIFEST} (but {', '.join(names[:3])}"
                     f"{', ...' if len(names) > 3 else ''}); {make}")
 
 

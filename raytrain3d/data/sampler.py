@@ -1,6 +1,7 @@
 """Which sample stands at which place of which step: a pure function of the seed and the step number.
 
-Samples are walked epoch by epoch, each epoch in its own pseudo-random order of all of them. The order is never stored:
+The mixture says which source gives it. Samples of a source are walked epoch by epoch, each epoch in its own pseudo-random
+order of all of them. The order is never stored:
 a Feistel network over a square just large enough, walked until it lands inside (cycle walking; Black and Rogaway,
 "Ciphers with arbitrary finite domains", 2002), gives the sample of any position in constant time and memory.
 Replicas, micro-batches and shares do not appear here, so no layout changes what a step reads.
@@ -8,8 +9,11 @@ Replicas, micro-batches and shares do not appear here, so no layout changes what
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import isqrt
+
+from raytrain3d.data.mixture import Mixture
 
 _MASK = (1 << 64) - 1
 _ROUNDS = 8
@@ -50,12 +54,14 @@ class Permutation:
 
     def _shuffle(self, value: int) -> int:
         """A bijection of the square [0, side * side), which holds fewer than 2 * side numbers outside [0, size)."""
-        left, right = divmod(value, self.side)
+        side = self.side
+        left, right = divmod(value, side)
         for key in self.keys:
-            left, right = right, (left + _mix(right ^ key)) % self.side
-        return left * self.side + right
+            left, right = right, (left + _mix(right ^ key)) % side
+        return left * side + right
 
 
+@lru_cache(maxsize=256)
 def permutation(seed: int, epoch: int, size: int) -> Permutation:
     """The order of one epoch over `size` samples."""
     return Permutation(size=size, side=isqrt(size - 1) + 1, keys=_keys(seed, epoch))
@@ -63,25 +69,25 @@ def permutation(seed: int, epoch: int, size: int) -> Permutation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampler:
-    """Order of `num_samples` training samples in steps of `global_batch`."""
+    """Order of training samples in steps of `global_batch`."""
 
     seed: int
-    num_samples: int
+    sizes: tuple[int, ...]
+    """Samples of each source."""
+    mixture: Mixture
     global_batch: int
 
-    def samples(self, step: int, places: Sequence[int]) -> list[int]:
-        """Sample numbers at `places` (indices in the global batch) of `step`, which counts from 1."""
+    def samples(self, step: int, places: Sequence[int]) -> list[tuple[int, int]]:
+        """(source, sample number) at `places` (indices in the global batch) of `step`, which counts from 1."""
         if step < 1:
             raise ValueError(f"steps count from 1, not {step}")
         start = (step - 1) * self.global_batch
-        epochs: dict[int, Permutation] = {}
-        found = []
-        for place in places:
-            epoch, position = divmod(start + place, self.num_samples)
-            if epoch not in epochs:
-                epochs[epoch] = permutation(self.seed, epoch, self.num_samples)
-            found.append(epochs[epoch](position))
-        return found
+        return [self._sample(*self.mixture(start + place)) for place in places]
+
+    def _sample(self, source: int, number: int) -> tuple[int, int]:
+        """The `number`-th sample that a source gives. Each source has orders of its own."""
+        epoch, position = divmod(number, self.sizes[source])
+        return source, permutation(self.seed + (source << 64), epoch, self.sizes[source])(position)
 
 
 def deal(count: int, replicas: int) -> list[range]:

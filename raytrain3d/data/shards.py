@@ -1,56 +1,63 @@
-"""Writes one split: pieces of documents in, shard files of bounded size out."""
+"""Writes the shards of one split of one piece: parts of documents in, files of bounded size out."""
 
 from pathlib import Path
 
 import numpy as np
 
 from raytrain3d.data.manifest import ShardRecord, Split
-from raytrain3d.data.tokenizer import Tokenizer
 from raytrain3d.data.tokens import Tokens, token_type, write_shard
+
+_FIRST_ROOM = 1 << 16
 
 
 class SplitWriter:
     """Appends documents, each followed by the end of document, and writes a shard whenever one is full."""
 
-    def __init__(self, directory: Path, split: Split, tokenizer: Tokenizer, shard_tokens: int) -> None:
-        self._directory, self._split, self._tokenizer = directory, split, tokenizer
-        self._end = np.array([tokenizer.record.end_of_document], dtype=token_type(tokenizer.vocabulary))
-        self._buffer: Tokens = np.empty_like(self._end, shape=(shard_tokens,))
-        self._filled = 0
+    def __init__(self, directory: Path, split: Split, piece: int, *, vocabulary: int, end: int, shard_tokens: int) -> None:
+        self._directory, self._name = directory, f"{split}-{piece:05d}"
+        self._end = np.array([end], dtype=token_type(vocabulary))
+        self._shard_tokens = shard_tokens
+        self._buffer: Tokens = np.empty_like(self._end, shape=(min(shard_tokens, _FIRST_ROOM),))
+        self._filled = self._documents = self._text_bytes = 0
         self._offsets = [0]
-        self._documents = 0
         self._records: list[ShardRecord] = []
 
-    @property
-    def num_tokens(self) -> int:
-        return self._filled + sum(record.tokens for record in self._records)
-
-    def add(self, file: Path) -> None:
-        """Appends one text file. UnicodeDecodeError before anything is appended where the tokenizer cannot read it."""
-        for piece in self._tokenizer.encode(file):
-            self._append(piece)
-        self._append(self._end)
-        self._documents += 1
-        self._offsets.append(self._filled)
+    def add(self, tokens: Tokens, text_bytes: int, *, ends: bool) -> None:
+        """Appends a document, or a part of one; `ends` with its last part."""
+        self._append(tokens)
+        self._text_bytes += text_bytes
+        if ends:
+            self._append(self._end)
+            self._documents += 1
+            self._offsets.append(self._filled)
 
     def finish(self) -> tuple[ShardRecord, ...]:
-        """Writes what is left; the shards of the split."""
+        """Writes what is left; all shards."""
         if self._filled:
             self._flush()
         return tuple(self._records)
 
-    def _append(self, piece: Tokens) -> None:
-        while len(piece):
-            if self._filled == len(self._buffer):
+    def _append(self, tokens: Tokens) -> None:
+        while len(tokens):
+            if self._filled == self._shard_tokens:
                 self._flush()
-            room = piece[:len(self._buffer) - self._filled]
-            self._buffer[self._filled:self._filled + len(room)] = room
-            self._filled += len(room)
-            piece = piece[len(room):]
+            taken = tokens[:self._shard_tokens - self._filled]
+            self._make_room(self._filled + len(taken))
+            self._buffer[self._filled:self._filled + len(taken)] = taken
+            self._filled += len(taken)
+            tokens = tokens[len(taken):]
+
+    def _make_room(self, wanted: int) -> None:
+        """The buffer grows by doubling: most pieces fill a small part of a shard."""
+        if wanted > len(self._buffer):
+            grown = np.empty_like(self._buffer, shape=(min(self._shard_tokens, max(wanted, 2 * len(self._buffer))),))
+            grown[:self._filled] = self._buffer[:self._filled]
+            self._buffer = grown
 
     def _flush(self) -> None:
         if self._offsets[-1] != self._filled:
             self._offsets.append(self._filled)
-        file = self._directory / f"{self._split}-{len(self._records):05d}.arrow"
-        self._records.append(write_shard(file, self._buffer[:self._filled], self._offsets, self._documents))
-        self._filled, self._offsets, self._documents = 0, [0], 0
+        file = self._directory / f"{self._name}-{len(self._records):03d}.arrow"
+        self._records.append(write_shard(file, self._buffer[:self._filled], self._offsets, self._documents,
+                                         self._text_bytes))
+        self._filled, self._offsets, self._documents, self._text_bytes = 0, [0], 0, 0

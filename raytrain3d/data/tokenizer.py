@@ -1,11 +1,10 @@
 """Text files to token ids: the built-in byte tokenizer, or a `tokenizer.json` through the `tokenizers` package.
 
-A tokenizer yields a document piece by piece, so that a large text file needs no large memory, and names the id that
-stands after each document.
+A tokenizer names the id that stands after each document.
 """
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +17,6 @@ from raytrain3d.errors import DataError
 BYTES = "bytes"
 TOKENIZER = "tokenizer.json"
 """Name of a dataset's own copy of the tokenizer that made it."""
-_CHUNK_BYTES = 1 << 20
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
@@ -29,8 +27,8 @@ class Tokenizer(Protocol):
     """Token ids are below this, the end of document included."""
     record: TokenizerRecord
 
-    def encode(self, file: Path) -> Iterator[Tokens]:
-        """The tokens of a text file without the end of document, in pieces. UnicodeDecodeError where it cannot."""
+    def encode_batch(self, texts: Sequence[bytes]) -> list[Tokens]:
+        """The tokens of each text, UTF-8, without the end of document."""
 
     def encode_text(self, text: str, *, special: bool) -> list[int]:
         """Token ids of a text; `special`: with the tokens that the tokenizer itself puts around a text."""
@@ -49,10 +47,9 @@ class ByteTokenizer:
         self.vocabulary = 257
         self.record = TokenizerRecord(name=BYTES, fingerprint=BYTES, end_of_document=256)
 
-    def encode(self, file: Path) -> Iterator[Tokens]:
-        with file.open("rb") as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
-                yield np.frombuffer(chunk, np.uint8).astype(token_type(self.vocabulary))
+    def encode_batch(self, texts: Sequence[bytes]) -> list[Tokens]:
+        """Of any bytes."""
+        return [np.frombuffer(text, np.uint8) for text in texts]
 
     def encode_text(self, text: str, *, special: bool) -> list[int]:
         return list(text.encode())
@@ -77,10 +74,10 @@ class JsonTokenizer:
         self.vocabulary = max(largest, end) + 1
         self.record = TokenizerRecord(name=Path(file).name, fingerprint=fingerprint(file), end_of_document=end)
 
-    def encode(self, file: Path) -> Iterator[Tokens]:
-        text = file.read_bytes().decode("utf-8")
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        yield np.array(ids, dtype=token_type(self.vocabulary))
+    def encode_batch(self, texts: Sequence[bytes]) -> list[Tokens]:
+        kind = token_type(self.vocabulary)
+        encoded = self._tokenizer.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
+        return [np.array(each.ids, dtype=kind) for each in encoded]
 
     def encode_text(self, text: str, *, special: bool) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
@@ -111,13 +108,18 @@ def fingerprint(name: str) -> str:
                         "a tokenizer.json") from None
 
 
-def _load(file: str) -> Any:
-    fingerprint(file)
+def require_tokenizers(what: str) -> Any:
+    """The package. DataError that `what` needs it."""
     try:
         import tokenizers
     except ImportError:
-        raise DataError(f"data.tokenizer is '{file}': needs the tokenizers package (pip install tokenizers), "
-                        f"'{BYTES}' works without") from None
+        raise DataError(f"{what}: needs the tokenizers package (pip install tokenizers), '{BYTES}' works without") from None
+    return tokenizers
+
+
+def _load(file: str) -> Any:
+    fingerprint(file)
+    tokenizers = require_tokenizers(f"data.tokenizer is '{file}'")
     try:
         return tokenizers.Tokenizer.from_file(file)
     except Exception as error:  # noqa: BLE001 - plain Exception is what the package raises for a bad file

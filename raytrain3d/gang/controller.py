@@ -263,8 +263,9 @@ class Controller:
         self._validation_loss = report.loss
         self._saver.evaluated(self._step, report.loss)
         self._journal.event("validation", self._step, f"validation loss {report.loss:.4f} after step {self._step} "
-                            f"({report.tokens:,} tokens, {report.seconds:.1f} s)", loss=report.loss,
-                            tokens=report.tokens)
+                            f"({report.tokens:,} tokens, {report.seconds:.1f} s); {'; '.join(map(str, report.sets))}",
+                            loss=report.loss, tokens=report.tokens,
+                            sets={each.name: each.to_record() for each in report.sets})
 
     # After a failure
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 from raytrain3d.checkpoint.progress import SaveProgress, SaveStart
 from raytrain3d.errors import RankFailed
 from raytrain3d.gang.failure import Sign, raised
-from raytrain3d.gang.handle import Answers, Gangs, RankDied, RankHandle, RankRaised
+from raytrain3d.gang.handle import Gangs, RankDied, RankHandle, RankRaised
 from raytrain3d.gang.hang import HangWatch
 from raytrain3d.gang.reports import ReportReader
 from raytrain3d.gang.stop import StopFlag
@@ -67,7 +67,6 @@ class Lease:
     first: int
     last: int
     futures: Mapping[int, Future[LeaseEnd]]
-    answers: Answers
 
 
 class Fleet:
@@ -157,15 +156,15 @@ class Fleet:
     def train(self, first: int, last: int, left_out: frozenset[int] = frozenset()) -> Lease:
         """Start a lease; `wait` tells when it has ended. Steps in `left_out` are passed over."""
         self._watch.begin()
-        futures = {handle.rank: handle.call(RankWorker.train, first, last, left_out) for handle in self._ranks}
-        return Lease(first, last, futures, Answers(futures.values()))
+        return Lease(first, last, {handle.rank: handle.call(RankWorker.train, first, last, left_out)
+                                   for handle in self._ranks})
 
     def wait(self, lease: Lease, limit_s: float, plan: Plan) -> LeaseEnd | None:
         """How the lease ended, or None when it is still running after `limit_s`. plan: what the ranks are running."""
-        lease.answers.wait(limit_s)
-        if lease.answers.any_failed:
+        _, running = wait(lease.futures.values(), timeout=limit_s, return_when=FIRST_EXCEPTION)
+        if _failed(lease.futures):
             raise self._failure(lease.futures, None)
-        if not lease.answers.all_there:
+        if running:
             hung = self._watch.check(self._ranks, plan)
             if hung is not None:
                 raise FleetFailed([hung])
@@ -179,9 +178,9 @@ class Fleet:
         """Reports of all ranks for every step that all have newly reported. Waits `limit_s` at most: for one answer, or
         until step `until` is among them."""
         end = time.monotonic() + limit_s
-        whole = self._reader.poll(limit_s, now=until is not None)
+        whole = self._reader.poll(limit_s)
         while until is not None and self._reader.reached < until and time.monotonic() < end:
-            whole += self._reader.poll(end - time.monotonic(), now=True)
+            whole += self._reader.poll(end - time.monotonic())
         if whole:
             self._watch.saw_steps(report.seconds for reports in whole for report in reports)
         return whole

@@ -19,6 +19,7 @@ from ray.job_submission import JobDetails, JobSubmissionClient
 import raytrain3d
 from raytrain3d.checkpoint.storage import is_absolute
 from raytrain3d.config import JobConfig
+from raytrain3d.data.check import parts_of
 from raytrain3d.errors import ConfigError
 from raytrain3d.gang.follow import JobState, Unreachable
 from raytrain3d.gang.mailbox import Status, status_from
@@ -107,7 +108,7 @@ class ClusterJobs:
 
     def submit(self, config: JobConfig, how: Submission) -> ClusterJob:
         """Submit a training job. ConfigError when a job of this run has not ended, or paths would lead nowhere there."""
-        check_paths(config)
+        _check_paths(config)
         run = config.run.name
         under_way = self._newest(run)
         if under_way is not None and not JobState(status=under_way.status.value).has_ended:
@@ -173,10 +174,10 @@ def failure_hint(state: JobState, output: str) -> str | None:
     return None
 
 
-def check_paths(config: JobConfig) -> None:
+def _check_paths(config: JobConfig) -> None:
     """ConfigError for a path that would be looked for in the job's temporary working directory."""
-    data = config.data.path
-    for key, path in (("run.directory", config.run.directory), ("data.path", None if config.data.text else data),
+    data = [] if config.data.text else [(part.key, part.path) for part in parts_of(config)]
+    for key, path in (("run.directory", config.run.directory), *data,
                       ("model.from_huggingface", config.model.from_huggingface)):
         if path is not None and not is_absolute(path):
             raise ConfigError(f"{key} is {path!r}: the job runs on the cluster, in a working directory that is deleted "

@@ -123,8 +123,8 @@ def _train(run: _Run) -> int:
     with stop.on_signals(), _mailboxes(run.launcher, directory, config.run.name) as mailboxes:
         directory.claim(plan)
         records = Records(directory.local)
+        directory.log_settings()
         try:
-            directory.log_settings()
             with run.fleet(plan, directory.logs, stop) as fleet:
                 job = Job(config=config, plan=plan.with_replicas(fleet.replicas), directory=directory.location,
                           data=data_fingerprint(config),
@@ -168,9 +168,9 @@ def _mailboxes(launcher: Launcher, directory: RunDirectory, name: str) -> Iterat
 
 
 def data_fingerprint(config: JobConfig) -> str:
-    """Equal exactly for data directories with equal tokens in equal shards."""
-    manifest = read_manifest(config.data.path)
-    checksums = [shard.checksum for split in SPLITS for shard in manifest.shards(split)]
+    """Equal exactly for sources with equal tokens in equal shards."""
+    manifests = [read_manifest(source.path) for source in config.data.all_sources]
+    checksums = [shard.checksum for manifest in manifests for split in SPLITS for shard in manifest.shards(split)]
     return hashlib.sha256("\n".join(checksums).encode()).hexdigest()
 
 
@@ -180,7 +180,7 @@ def closing_text(ending: Ending, config: JobConfig, directory: RunDirectory) -> 
              if ending.stopped is not None else f"finished: {ending.step} steps"]
     if ending.validation_loss is not None:
         lines.append(f"validation loss  {ending.validation_loss:.4f} nats a token")
-        entropy = read_manifest(config.data.path).bigram_entropy
+        entropy = read_manifest(config.data.path).bigram_entropy if config.data.path and not config.evaluate.sets else None
         if entropy is not None:
             difference = entropy - ending.validation_loss
             lines.append(f"bigram entropy   {entropy:.4f} nats: a token given only the one before; the model is "

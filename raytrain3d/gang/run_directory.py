@@ -11,14 +11,13 @@ import socket
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from raytrain3d.checkpoint.identity import check_same_run, global_shapes, plain_config
 from raytrain3d.checkpoint.manifest import Manifest
 from raytrain3d.checkpoint.storage import is_absolute, join, open_folder, probe_directory
-from raytrain3d.config import JobConfig
+from raytrain3d.config import DataConfig, JobConfig
 from raytrain3d.errors import CheckpointError, ConfigError, PlanError
 from raytrain3d.load import dump, load
 from raytrain3d.masking import job_environment, masked, masked_environment
@@ -39,7 +38,8 @@ def with_absolute_paths(config: JobConfig) -> JobConfig:
     if not in_ray_working_directory():
         start = config.model.from_huggingface
         return replace(config, run=replace(config.run, directory=_absolute(config.run.directory)),
-                       data=replace(config.data, path=_absolute(config.data.path)),
+                       data=_absolute_data(config.data), evaluate=replace(config.evaluate, sets=tuple(
+                           replace(chosen, path=_absolute(chosen.path)) for chosen in config.evaluate.sets)),
                        model=replace(config.model, from_huggingface=None if start is None else _absolute(start)))
     if not is_absolute(config.run.directory):
         raise ConfigError(f"run.directory is {config.run.directory!r}: the driver runs in a working directory of Ray, "
@@ -53,6 +53,11 @@ def check_shared(given: str, nodes: set[str]) -> None:
         shown = ", ".join(sorted(nodes)[:4]) + (", ..." if len(nodes) > 4 else "")
         raise ConfigError(f"run.directory is {given!r}: ranks are on {len(nodes)} nodes ({shown}). Give an absolute "
                           "path or a URI that all of them share")
+
+
+def _absolute_data(data: DataConfig) -> DataConfig:
+    return replace(data, path=None if data.path is None else _absolute(data.path),
+                   sources=tuple(replace(source, path=_absolute(source.path)) for source in data.sources))
 
 
 def _absolute(path: str) -> str:
@@ -100,10 +105,9 @@ class RunDirectory:
         settings = {"time": time.time(), "host": socket.gethostname(), "python": sys.executable,
                     "config": masked(plain_config(self._config)), "environment": job_environment()}
         path = Path(self.logs, DRIVER_LOG)
-        with suppress(OSError):  # a directory for logs that cannot be used is told by the ranks, which need it more
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(settings) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(settings) + "\n")
 
     def kept_layers(self, plan: Plan) -> tuple[int, ...] | None:
         """Layers of each stage as an earlier run of this directory left them, if it had the same ranks and schedule."""

@@ -146,9 +146,9 @@ class RankWorker:
     def probe(self, run_directory: str) -> None:
         """Once per node, before anything is trained: is the run directory usable, are the data shards whole?"""
         from raytrain3d.checkpoint.storage import probe_directory
-        from raytrain3d.data.check import verify_shards
+        from raytrain3d.data.check import check_shards
         probe_directory(run_directory)
-        verify_shards(self._settings.config)
+        check_shards(self._settings.config)
 
     def prepare(self) -> None:
         """Make the trainer, which loads torch."""

@@ -32,16 +32,17 @@ class RotaryTables:
         self._frequencies = inverse_frequencies(model.size_of_head, model.rotary_theta, model.rotary_scaling)
         self._tables: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """cos, sin: (seq, size) for x: (batch, seq, heads, size)."""
+    def __call__(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """cos, sin: (seq, size) for x: (batch, seq, heads, size), or (batch, seq, size) at `positions`, (batch, seq)."""
         key = (x.shape[1], x.dtype, x.device)
         if key not in self._tables:
             angles = torch.outer(torch.arange(x.shape[1]).float(), self._frequencies).repeat(1, 2)
             self._tables[key] = (angles.cos().to(x.device, x.dtype), angles.sin().to(x.device, x.dtype))
-        return self._tables[key]
+        cos, sin = self._tables[key]
+        return (cos, sin) if positions is None else (cos[positions], sin[positions])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: (batch, seq, heads, size), cos, sin: (seq, size) -> rotated x."""
+    """x: (batch, seq, heads, size), cos, sin: (seq, size) or (batch, seq, size) -> rotated x."""
     left, right = x.chunk(2, dim=-1)
-    return x * cos[:, None] + torch.cat((-right, left), dim=-1) * sin[:, None]
+    return x * cos.unsqueeze(-2) + torch.cat((-right, left), dim=-1) * sin.unsqueeze(-2)

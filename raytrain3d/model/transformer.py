@@ -18,6 +18,7 @@ from raytrain3d.model.dropout import DropoutKeys, drop, drop_mask, dropout
 from raytrain3d.model.functional import IDLE, Seam, again, embedding, linear, linears
 from raytrain3d.model.loss import Reduction, Rows, cross_entropy, projected_cross_entropy, unchanged
 from raytrain3d.model.norm import rms_norm
+from raytrain3d.model.packing import Packing
 from raytrain3d.model.rotary import RotaryTables, rotate
 
 
@@ -81,7 +82,7 @@ class Attention(nn.Module):
         if model.qk_norm:
             self.query_norm, self.key_norm = Norm(model), Norm(model)
 
-    def forward(self, x: Tensor, keys: DropoutKeys | None, *, recompute: bool = False) -> Tensor:
+    def forward(self, x: Tensor, keys: DropoutKeys | None, packing: Packing | None, *, recompute: bool = False) -> Tensor:
         """x: (batch, seq, hidden) -> (batch, seq, hidden). recompute: heads keep nothing and are computed again."""
         size = self._model.size_of_head
         query, key, value = (part.unflatten(-1, (-1, size))
@@ -90,10 +91,11 @@ class Attention(nn.Module):
         if self._model.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         if self._rotary is not None:
-            cos, sin = self._rotary(query)
+            cos, sin = self._rotary(query, None if packing is None else packing.positions)
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-        attend = partial(self._attend, keys=keys if self._model.attention_dropout else None)
+        attend = partial(self._attend, keys=keys if self._model.attention_dropout else None,
+                         mask=None if packing is None else packing.mask)
         heads = again(attend, *inputs) if recompute else attend(*inputs)
         return self.output(heads.transpose(1, 2).flatten(2))
 
@@ -106,24 +108,30 @@ class Attention(nn.Module):
         first = self.first_head // group
         return kv[:, :, first : first + wanted]
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, keys: DropoutKeys | None) -> Tensor:
-        """query, key, value: (batch, heads, seq, size) -> (batch, heads, seq, size)."""
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, keys: DropoutKeys | None, mask: Tensor | None) -> Tensor:
+        """query, key, value: (batch, heads, seq, size) -> (batch, heads, seq, size). mask: (batch, 1, seq, seq), added to
+        scores; absent: what comes later is hidden."""
         grouped = query.shape[1] != key.shape[1]
-        if keys is None:
+        if keys is None and mask is None:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-        rate = self._model.attention_dropout
-        if grouped:
+        if grouped:  # fused kernels take a mask, but on GPUs not together with groups
             repeats = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-        sequence = query.shape[2]
-        later = torch.ones(sequence, sequence, dtype=torch.bool, device=query.device).triu(diagonal=1)
-        scores = (query @ key.transpose(-1, -2)).mul_(self._model.size_of_head**-0.5).masked_fill_(later, -torch.inf)
+        if keys is None:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        rate, sequence = self._model.attention_dropout, query.shape[2]
+        scores = (query @ key.transpose(-1, -2)).mul_(self._model.size_of_head**-0.5)
+        if mask is None:
+            later = torch.ones(sequence, sequence, dtype=torch.bool, device=query.device).triu(diagonal=1)
+            scores.masked_fill_(later, -torch.inf)
+        else:
+            scores += mask
         probabilities = scores.softmax(dim=-1)
         del scores  # in place and let go of: these are the largest matrices there are
         shape = (self._model.heads, sequence, sequence)
         heads = slice(self.first_head, self.first_head + query.shape[1])
-        mask = drop_mask(keys, self._layer, "attention", rate, shape, heads, query.device)
-        return drop(probabilities, mask, rate) @ value
+        dropped = drop_mask(keys, self._layer, "attention", rate, shape, heads, query.device)
+        return drop(probabilities, dropped, rate) @ value
 
 
 class FeedForward(nn.Module):
@@ -194,12 +202,13 @@ class Embedding(Layer):
         if model.family == "gpt2":
             self.positions = Parameters()
 
-    def forward(self, tokens: Tensor, keys: DropoutKeys | None) -> Tensor:
+    def forward(self, tokens: Tensor, keys: DropoutKeys | None, packing: Packing | None = None) -> Tensor:
         """tokens: (batch, whole seq) int64 -> (batch, seq, hidden)."""
         x = self.tokens(tokens)
         if self.model.family == "gpt2":
             first, length = self.sequence_part * x.shape[1], x.shape[1]
-            x = x + self.positions.weight[first : first + length]
+            own = slice(first, first + length)
+            x = x + self.positions.weight[own if packing is None else packing.positions[:, own]]
         return self.dropout(x, keys, "embedding")
 
 
@@ -212,9 +221,9 @@ class Block(Layer):
         self.attention = Attention(model, index, rotary)
         self.mlp = FeedForward(model)
 
-    def forward(self, x: Tensor, keys: DropoutKeys | None) -> Tensor:
+    def forward(self, x: Tensor, keys: DropoutKeys | None, packing: Packing | None = None) -> Tensor:
         """x: (batch, seq, hidden) -> (batch, seq, hidden)."""
-        attention = self.attention(self.attention_norm(x), keys, recompute=self.recompute_attention)
+        attention = self.attention(self.attention_norm(x), keys, packing, recompute=self.recompute_attention)
         x = x + self.dropout(attention, keys, "attention_output")
         return x + self.dropout(self.mlp(self.mlp_norm(x)), keys, "mlp_output")
 

@@ -12,7 +12,7 @@ from raytrain3d.errors import ConfigError
 from raytrain3d.model.huggingface_config import KEYS, decided
 from raytrain3d.parallel.layer_state import DTYPES
 from raytrain3d.plan.plan import make_plan
-from raytrain3d.train.report import EvaluationReport, Stopwatch
+from raytrain3d.train.report import EvaluationReport, SetReport, Stopwatch
 from raytrain3d.train.whole_model import WholeModel
 
 _LAYOUT = ("mesh", "pipeline", "rebalance", "debug")
@@ -27,7 +27,7 @@ def evaluation_job(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluate_checkpoint(reader: Reader, config: JobConfig) -> EvaluationReport:
-    """Mean loss on `evaluate.samples` samples of the validation split of `data.path`. ConfigError when `config` is of
+    """Losses on `evaluate.samples` samples of each validation set. ConfigError when `config` is of
     another model."""
     ours, theirs = decided(config.model), decided(reader.model)
     for key in KEYS:
@@ -39,9 +39,15 @@ def evaluate_checkpoint(reader: Reader, config: JobConfig) -> EvaluationReport:
     try:
         model = WholeModel(reader, dtype=DTYPES[config.train.dtype], device=device,
                            loss_chunk=config.train.loss_chunk)
-        micro_batches = loader.validation()
-        loss = sum(float(model.loss(each.tokens, each.targets)) for each in micro_batches)
+        sets = tuple(_evaluate(model, loader, number) for number in range(len(loader.validation_sets)))
     finally:
         loader.close()
+    return EvaluationReport(sets=sets, seconds=watch.total)
+
+
+def _evaluate(model: WholeModel, loader: Loader, number: int) -> SetReport:
+    """On one validation set."""
+    chosen, micro_batches = loader.validation_sets[number], loader.validation(number)
     tokens = sum(each.num_loss_tokens for each in micro_batches)
-    return EvaluationReport(loss=loss / tokens, tokens=tokens, seconds=watch.total)
+    loss = sum(float(model.loss(each)) for each in micro_batches) / max(tokens, 1)
+    return SetReport(name=chosen.name, loss=loss, tokens=tokens, bytes_per_token=chosen.bytes_per_token)

@@ -57,7 +57,8 @@ def checkpoint_tokenizer(reader: Reader) -> Tokenizer:
     if TOKENIZER in reader.folder.names():
         with reader.folder.reading(TOKENIZER) as path:
             return open_tokenizer(path)
-    places = [str(Path(data["path"]) / TOKENIZER), data["tokenizer"]] if data else []
+    paths = [data["path"]] if data.get("path") else [source["path"] for source in data.get("sources", ())]
+    places = [*(str(Path(path) / TOKENIZER) for path in paths), data["tokenizer"]] if data else []
     for place in places:
         if Path(place).is_file():
             return open_tokenizer(place)

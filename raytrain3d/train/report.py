@@ -1,9 +1,8 @@
 """What a rank reports of a step, and how reports of all ranks become one line of metrics."""
 
+import math
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -80,34 +79,53 @@ class StepReport:
         return max(0.0, 1.0 - (self.compute_s + self.optimizer_s) / self.seconds)
 
 
-def merge_reports(reports: Iterable[StepReport], ranks: int, tensor: int) -> list[StepReport]:
-    """Reports of the steps that all of `ranks` neighbouring ranks have done, one for each tensor group, in order of step and
-    rank. The ranks of a group wait for each other inside a layer: layers are as its slowest rank has them, whose number the
-    report carries, waits are the group's means."""
-    steps: dict[int, list[StepReport]] = {}
-    for report in reports:
-        steps.setdefault(report.step, []).append(report)
-    return [_merged(list(group)) for step in sorted(steps) if len(steps[step]) == ranks
-            for _, group in groupby(sorted(steps[step], key=lambda r: r.rank), key=lambda r: r.rank // tensor)]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SetReport:
+    """Loss on one validation set; the same on every rank and, but for rounding, under every layout."""
 
+    name: str
+    loss: float
+    """Mean over the set's loss tokens, in nats."""
+    tokens: int
+    """Loss tokens."""
+    bytes_per_token: float | None = None
+    """Of the whole split's text; None when it is not known."""
 
-def _merged(group: Sequence[StepReport]) -> StepReport:
-    if len(group) == 1:
-        return group[0]
-    slowest = max(group, key=lambda r: r.compute_s)
-    return replace(slowest, seconds=max(r.seconds for r in group), **{
-        name: sum(getattr(r, name) for r in group) / len(group)
-        for name in ("compute_s", "data_wait_s", "receive_wait_s", "reduce_wait_s", "commit_wait_s", "optimizer_s")})
+    @property
+    def perplexity(self) -> float:
+        """e to the loss; infinite where that is no number any more."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Comparable between tokenizers."""
+        return None if self.bytes_per_token is None else self.loss / math.log(2) / self.bytes_per_token
+
+    def to_record(self) -> dict[str, float | int | None]:
+        """For a line of JSON."""
+        return {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte, "tokens": self.tokens}
+
+    def __str__(self) -> str:
+        bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits per byte"
+        return f"{self.name}: loss {self.loss:.4f}, perplexity {self.perplexity:.4g}{bits} ({self.tokens:,} tokens)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationReport:
-    """Validation loss; the same on every rank."""
+    """Losses on the validation sets; the same on every rank."""
 
-    loss: float
-    """Mean over all validation loss tokens, in nats."""
-    tokens: int
+    sets: tuple[SetReport, ...]
     seconds: float
+
+    @property
+    def tokens(self) -> int:
+        """Loss tokens of all sets."""
+        return sum(each.tokens for each in self.sets)
+
+    @property
+    def loss(self) -> float:
+        """Mean over the loss tokens of all sets, in nats."""
+        return sum(each.loss * each.tokens for each in self.sets) / max(self.tokens, 1)
 
 
 class Stopwatch:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,9 +18,11 @@ from raytrain3d.checkpoint.snapshot import HostMemory
 from raytrain3d.checkpoint.store import read_into
 from raytrain3d.checkpoint.writer import SHARE_OF_CORE, ShardWriter
 from raytrain3d.config import JobConfig
-from raytrain3d.data.loader import Loader, MicroBatch
+from raytrain3d.data.loader import Loader
+from raytrain3d.data.micro_batch import MicroBatch
 from raytrain3d.model.dropout import DropoutKeys
 from raytrain3d.model.functional import put_off
+from raytrain3d.model.packing import Packing, packing
 from raytrain3d.model.transformer import Layer, build_layers
 from raytrain3d.parallel.channels import Buffers, Mail
 from raytrain3d.parallel.clock import clock_for
@@ -44,7 +47,7 @@ from raytrain3d.train.holding import Holding, LayerBuilder
 from raytrain3d.train.initial import initial_weights
 from raytrain3d.train.lr import learning_rate
 from raytrain3d.train.position import Phase, Position
-from raytrain3d.train.report import EvaluationReport, Origin, StepReport, Stopwatch, Timeline
+from raytrain3d.train.report import EvaluationReport, Origin, SetReport, StepReport, Stopwatch, Timeline
 from raytrain3d.train.standing import Standing
 
 
@@ -59,7 +62,9 @@ class Trainer:
         self._at = plan.mesh.coordinate(rank)
         self._device = device or torch.device(f"cuda:{torch.cuda.current_device()}" if plan.device == "gpu" else "cpu")
         self._spec = model_spec(config.model, config.train, plan.mesh.tensor)
-        self._loader = loader or Loader(config, plan, self._at.data)
+        stages = plan.stages_of(self._at.pipeline)
+        self._loader = loader or Loader(config, plan, self._at.data, tokens=0 in stages,
+                                        targets=len(plan.stages) - 1 in stages)
         self._holding = Holding(config, self._spec, plan, self._at, self._device, build)
         self._buffers = Buffers((config.train.micro_batch, config.residual_sequence, config.model.hidden),
                                 DTYPES[config.train.dtype], self._device)
@@ -154,15 +159,20 @@ class Trainer:
         return self._report(n, agreed, None)
 
     def evaluate(self) -> EvaluationReport:
-        """Loss on `evaluate.samples` samples from all over the validation split; the same on every rank."""
+        """Losses on `evaluate.samples` samples from all over each validation set; the same on every rank."""
         watch = Stopwatch()
-        micro_batches = self._loader.validation()
-        run = self._run_program(micro_batches, None, self._loader.largest_validation_share)
+        return EvaluationReport(sets=tuple(map(self._evaluate, range(len(self._loader.validation_sets)))),
+                                seconds=watch.total)
+
+    def _evaluate(self, number: int) -> SetReport:
+        """On one validation set."""
+        chosen, micro_batches = self._loader.validation_sets[number], self._loader.validation(number)
+        run = self._run_program(micro_batches, None, chosen.largest_share)
         vector = self._vector()
         self._set_loss(vector, run, micro_batches)
         sum_over_all(vector.values, self._connected)
         agreed = vector.agreement()
-        return EvaluationReport(loss=agreed.loss, tokens=agreed.tokens, seconds=watch.total)
+        return SetReport(name=chosen.name, loss=agreed.loss, tokens=agreed.tokens, bytes_per_token=chosen.bytes_per_token)
 
     def save(self, directory: str, step: int, *, behind: bool) -> SaveStart:
         """Begin to write this rank's shard of a checkpoint of step `step`; `save_progress` has the receipt for the driver,
@@ -321,12 +331,17 @@ class Trainer:
         def tokens(i: int) -> Tensor:
             return micro_batches[i].tokens.to(self._device)
 
-        def arguments(i: int, layer: int) -> tuple[Tensor | DropoutKeys | None, ...]:
+        @lru_cache(maxsize=1)  # the layers of an op share one; what waits for its backward keeps its own
+        def documents(i: int) -> Packing | None:
+            starts = micro_batches[i].starts
+            return None if starts is None else packing(starts.to(self._device), DTYPES[config.train.dtype])
+
+        def arguments(i: int, layer: int) -> tuple[Tensor | DropoutKeys | Packing | None, ...]:
             if layer == last:
                 return (micro_batches[i].targets.to(self._device),)
             if step is None:
-                return (None,)
-            return (DropoutKeys(seed=config.train.seed, step=step, samples=micro_batches[i].samples),)
+                return None, documents(i)
+            return DropoutKeys(seed=config.train.seed, step=step, samples=micro_batches[i].samples), documents(i)
 
         plan = self._plan
         present = len(micro_batches)

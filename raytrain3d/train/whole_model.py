@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from raytrain3d.checkpoint.reader import Reader
+from raytrain3d.data.micro_batch import MicroBatch
+from raytrain3d.model.packing import packing
 from raytrain3d.model.transformer import Embedding, Head, build_layers
 
 
@@ -13,7 +15,7 @@ class WholeModel:
     def __init__(self, reader: Reader, *, dtype: torch.dtype, device: torch.device,
                  loss_chunk: int | None = None) -> None:
         """Weights of the checkpoint, cast to `dtype` for computing. loss_chunk: as in `train.loss_chunk`."""
-        self.config, self.device = reader.model, device
+        self.config, self.device, self.dtype = reader.model, device, dtype
         table = reader.manifest.parameters.get("embedding.positions.weight")
         self.positions = None if table is None else table[0]
         """Most tokens of a sample, where positions are learned."""
@@ -28,11 +30,12 @@ class WholeModel:
             self._bind(name, nn.Parameter(reader.weight(name).to(device, dtype), requires_grad=False))
 
     @torch.no_grad()
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """tokens: (batch, seq) -> (batch, seq, hidden), before the final norm."""
-        x = self._embedding(tokens.to(self.device), None)
+    def hidden(self, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
+        """tokens: (batch, seq) -> (batch, seq, hidden), before the final norm. starts: as in MicroBatch."""
+        documents = None if starts is None else packing(starts.to(self.device), self.dtype)
+        x = self._embedding(tokens.to(self.device), None, documents)
         for block in self._blocks:
-            x = block(x, None)
+            x = block(x, None, documents)
         hidden: Tensor = x
         return hidden
 
@@ -47,9 +50,9 @@ class WholeModel:
         return self._head.logits(self.hidden(tokens[None])[:, -1:])[0, 0]
 
     @torch.no_grad()
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """tokens, targets: (batch, seq) -> sum of losses in nats, a scalar."""
-        loss: Tensor = self._head(self.hidden(tokens), targets.to(self.device))
+    def loss(self, batch: MicroBatch) -> Tensor:
+        """Sum of losses in nats, a scalar."""
+        loss: Tensor = self._head(self.hidden(batch.tokens, batch.starts), batch.targets.to(self.device))
         return loss
 
     def _bind(self, name: str, weight: nn.Parameter) -> None:

@@ -13,7 +13,7 @@ import pytest
 from raytrain3d.config import JobConfig
 from raytrain3d.data import check
 from raytrain3d.data.check import check_data, check_samples, verify_shards
-from raytrain3d.data.manifest import DatasetManifest, read_manifest
+from raytrain3d.data.manifest import DatasetManifest
 from raytrain3d.data.prepare import prepare
 from raytrain3d.data.tokenizer import fingerprint
 from raytrain3d.data.tokens import checksum, write_shard
@@ -96,7 +96,7 @@ class TestFit:
         if split == "train":
             _edit(dataset[0], lambda record: record.update(train=record["train"][:1], validation=record["train"]))
             tokens["train"] = dataset[1].train[0].tokens
-        check_samples(job(sequence=tokens[split] - 1), read_manifest(dataset[0]))
+        check_samples(job(sequence=tokens[split] - 1))
         _refused(job(sequence=tokens[split]),
                  rf"its {split} split has {tokens[split]} tokens in \d+ documents, one sample needs "
                  rf"{tokens[split] + 1} \(train.sequence \+ 1\): prepare more text.*lower train.sequence")
@@ -133,17 +133,17 @@ class TestShards:
         good = file.read_bytes()
         for place in range(0, len(good), 97):
             file.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1:])
-            _refused(job(), r"validation-00000.arrow is corrupt: its checksum is .*, the manifest says .*: restore")
+            _refused(job(), r"validation-00000-000.arrow is corrupt: its checksum is .*, the manifest says .*: restore")
 
     @pytest.mark.parametrize("length", [0, 7, 100, -8, -1])
     def test_truncated(self, job: Job, dataset: Prepared, length: int) -> None:
         file = dataset[0] / dataset[1].train[1].file
         file.write_bytes(file.read_bytes()[:length])
-        _refused(job(), r"train-00001.arrow is corrupt")
+        _refused(job(), r"train-00000-001.arrow is corrupt")
 
     def test_missing(self, job: Job, dataset: Prepared) -> None:
         (dataset[0] / dataset[1].train[1].file).unlink()
-        _refused(job(), r"train-00001.arrow cannot be read \(No such file or directory\) though the manifest lists it")
+        _refused(job(), r"train-00000-001.arrow cannot be read \(No such file or directory\) though the manifest lists it")
         with pytest.raises(DataError, match="though the manifest lists it"):
             verify_shards(job())
 
@@ -151,47 +151,49 @@ class TestShards:
         file = dataset[0] / dataset[1].train[1].file
         file.unlink()
         file.mkdir()
-        _refused(job(), r"train-00001.arrow cannot be read \(Is a directory\)")
+        _refused(job(), r"train-00000-001.arrow cannot be read \(Is a directory\)")
 
     def _replace(self, path: Path, content: np.ndarray[Any, Any], **claims: int) -> None:
         """Puts a well-formed shard with a true checksum in place of the first training shard."""
-        shard = write_shard(path / "train-00000.arrow", content, [0, len(content)], 1)
+        shard = write_shard(path / "train-00000-000.arrow", content, [0, len(content)], 1)
         _edit(path, lambda record: record["train"][0].update(asdict(shard) | claims))
 
     def test_token_beyond_the_vocabulary(self, job: Job, dataset: Prepared) -> None:
         self._replace(dataset[0], np.array([1] * 499 + [257], dtype=np.uint16))
-        _refused(job(vocabulary=1000), r"train-00000.arrow has token id 257, beyond the vocabulary of 257 \(valid are "
+        _refused(job(vocabulary=1000), r"train-00000-000.arrow has token id 257, beyond the vocabulary of 257 \(valid are "
                                        r"0 to 256\)")
 
     def test_other_count_or_type_than_the_manifest(self, job: Job, dataset: Prepared) -> None:
         self._replace(dataset[0], np.ones(400, dtype=np.uint16), tokens=401)
-        _refused(job(), r"train-00000.arrow holds 400 tokens of type uint16, the manifest says 401 of type uint16")
+        _refused(job(), r"train-00000-000.arrow holds 400 tokens of type uint16, the manifest says 401 of type uint16")
         self._replace(dataset[0], np.ones(400, dtype=np.uint32))
-        _refused(job(), r"train-00000.arrow holds 400 tokens of type uint32, the manifest says 400 of type uint16")
+        _refused(job(), r"train-00000-000.arrow holds 400 tokens of type uint32, the manifest says 400 of type uint16")
 
     def test_a_file_that_is_not_arrow(self, job: Job, dataset: Prepared) -> None:
-        (dataset[0] / "train-00000.arrow").write_text("not arrow " * 30)
-        found = checksum(dataset[0] / "train-00000.arrow")
+        (dataset[0] / "train-00000-000.arrow").write_text("not arrow " * 30)
+        found = checksum(dataset[0] / "train-00000-000.arrow")
         _edit(dataset[0], lambda record: record["train"][0].update(checksum=found))
-        _refused(job(), r"train-00000.arrow is not a whole Arrow token shard \(.*\): prepare the data again")
+        _refused(job(), r"train-00000-000.arrow is not a whole Arrow token shard \(.*\): prepare the data again")
 
     def test_a_foreign_arrow_file(self, job: Job, dataset: Prepared) -> None:
         pa = pytest.importorskip("pyarrow")
         batch = pa.record_batch([pa.array([1, 2, 3])], names=["numbers"])
-        with pa.OSFile(str(dataset[0] / "train-00000.arrow"), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as out:
+        with pa.OSFile(str(dataset[0] / "train-00000-000.arrow"), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as out:
             out.write_batch(batch)
-        found = checksum(dataset[0] / "train-00000.arrow")
+        found = checksum(dataset[0] / "train-00000-000.arrow")
         _edit(dataset[0], lambda record: record["train"][0].update(checksum=found))
-        _refused(job(), r"train-00000.arrow is not a whole Arrow token shard")
+        _refused(job(), r"train-00000-000.arrow is not a whole Arrow token shard")
 
-    def test_the_driver_leaves_large_data_to_the_nodes(
+    def test_of_large_data_only_the_sizes_are_looked_at(
             self, job: Job, dataset: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
         file = dataset[0] / dataset[1].train[1].file
         file.write_bytes(file.read_bytes()[:-1])
-        monkeypatch.setattr(check, "DRIVER_BYTES", 10)
+        monkeypatch.setattr(check, "VERIFIED_BYTES", 10)
         check_data(job())
         with pytest.raises(DataError, match="is corrupt"):
             verify_shards(job())
+        file.unlink()
+        _refused(job(), "though the manifest lists it")
 
     def test_a_moved_dataset_is_whole(self, job: Job, dataset: Prepared, tmp_path: Path) -> None:
         shutil.move(dataset[0], tmp_path / "moved")

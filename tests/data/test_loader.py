@@ -1,17 +1,21 @@
 """Micro-batches: the same tokens in every layout, one step ahead, and errors that reach the caller."""
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from raytrain3d.config import JobConfig, MeshConfig
-from raytrain3d.data.loader import Loader, MicroBatch
+from raytrain3d.config import JobConfig, MeshConfig, SourceConfig
+from raytrain3d.data.loader import Loader
+from raytrain3d.data.micro_batch import MicroBatch
 from raytrain3d.data.manifest import DatasetManifest
+from raytrain3d.data.mixture import Mixture
 from raytrain3d.data.sampler import Sampler
 from raytrain3d.data.tokens import Dataset
 from raytrain3d.errors import DataError
@@ -49,12 +53,13 @@ def test_rows_are_what_the_sampler_says(
         job: Job, load: Callable[..., Loader], dataset: tuple[Path, DatasetManifest]) -> None:
     config = job(micro_batch=4)
     opened = Dataset.open(str(dataset[0]), "train")
-    sampler = Sampler(seed=3, num_samples=opened.num_samples(16), global_batch=12)
+    size = opened.num_samples(16)
+    sampler = Sampler(seed=3, sizes=(size,), mixture=Mixture.of(config, [opened.num_tokens], [size]), global_batch=12)
     loader = load(config, _plan(config, 1))
     for step in (1, 2, 6):
         micro_batches = loader.micro_batches(step)
         assert [micro_batch.samples for micro_batch in micro_batches] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
-        for place, number in enumerate(sampler.samples(step, range(12))):
+        for place, (_, number) in enumerate(sampler.samples(step, range(12))):
             sample = opened.sample(number, 16).tolist()
             assert _rows(micro_batches)[place] == (sample[:-1], sample[1:])
 
@@ -83,6 +88,37 @@ def test_same_tokens_in_every_layout(job: Job, load: Callable[..., Loader], data
         assert {sample: row for part in parts for sample, row in part.items()} == _rows(whole.micro_batches(step))
 
 
+def test_any_step_of_a_mixture_is_the_same_in_every_layout(
+        job: Job, load: Callable[..., Loader], dataset: tuple[Path, DatasetManifest]) -> None:
+    """200 random steps of a long run: tokens, targets and starts of documents in order, from loaders that jump to them."""
+    draw, sources = random.Random(5), tuple(SourceConfig(name=name, path=str(dataset[0]), weight=weight)
+                                            for name, weight in (("a", 0.61), ("b", 0.3), ("c", 0.09)))
+    data = {"path": None, "sources": sources, "mask_documents": True}
+    whole = job(steps=10**6, data=data)
+    reference = load(whole, _plan(whole, 1))
+    others = []
+    for count, micro_batch in ((1, 4), (2, 3), (3, 1), (4, 2), (3, 2)):
+        config = job(steps=10**6, data=data, micro_batch=micro_batch)
+        cuts = sorted(draw.choices(range(12 // micro_batch + 1), k=count - 1))
+        shares = tuple(after - before for before, after in pairwise([0, *cuts, 12 // micro_batch]))
+        plan = _plan(config, count, shares)
+        others.append([load(config, plan, replica) for replica in range(count)])
+    for step in draw.sample(range(1, 10**6), 200):
+        wanted = _in_order(reference._read(step))
+        assert len(wanted) == 12
+        for loaders in others:
+            assert _in_order([each for loader in loaders for each in loader._read(step)]) == wanted
+
+
+def _in_order(micro_batches: list[MicroBatch]) -> list[tuple[int, list[list[int]]]]:
+    rows = []
+    for each in micro_batches:
+        assert each.starts is not None
+        values = torch.stack((each.tokens, each.targets, each.starts), dim=1).tolist()
+        rows += list(zip(each.samples, values, strict=True))
+    return rows
+
+
 def test_resume_reads_what_the_unbroken_run_reads(job: Job, load: Callable[..., Loader]) -> None:
     config = job(micro_batch=3)
     unbroken = load(config, _plan(config, 1))
@@ -101,7 +137,7 @@ def test_validation_in_every_layout(job: Job, load: Callable[..., Loader], datas
     total = opened.num_samples(16)
     expected = min(samples, total)
     plan = _plan(config, data)
-    pieces = [load(config, plan, replica).validation() for replica in range(data)]
+    pieces = [load(config, plan, replica).validation(0) for replica in range(data)]
     assert {micro_batch.tokens.shape for part in pieces for micro_batch in part} == {(config.train.micro_batch, 16)}
     assert max(map(len, pieces)) - min(map(len, pieces)) <= 1
     rows = _rows([micro_batch for part in pieces for micro_batch in part])

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from raytrain3d.config import DataConfig, JobConfig
-from raytrain3d.data.documents import Document, assign_splits, find_documents
+from raytrain3d.data.documents import assign_splits, find_inputs
 from raytrain3d.data.manifest import DatasetManifest, Split, read_manifest
 from raytrain3d.data.prepare import PrepareProgress, prepare, prepare_if_missing
-from raytrain3d.data.shards import SplitWriter
 from raytrain3d.data.tokens import Dataset
 from raytrain3d.errors import DataError
 
@@ -33,10 +32,11 @@ def test_manifest_is_read_back(dataset: tuple[Path, DatasetManifest]) -> None:
     path, manifest = dataset
     assert read_manifest(path) == manifest
     assert manifest.vocabulary == 257
-    assert manifest.documents("train") + manifest.documents("validation") == 40
+    assert manifest.documents("train") + manifest.documents("validation") == 39
+    assert manifest.bad == {"empty": 1}
     assert len(manifest.train) > 3
-    assert not [name for name in _files(path) if "partial" in name]
-    assert not list(path.parent.glob(".*partial*"))
+    assert {name.partition("-")[0] for name in _files(path)} == {"train", "validation", "manifest.json", "bad_records.jsonl"}
+    assert not list(path.parent.glob(".*"))
 
 
 def test_same_text_elsewhere_gives_the_same_bytes(
@@ -45,7 +45,10 @@ def test_same_text_elsewhere_gives_the_same_bytes(
     moved.parent.mkdir(parents=True)
     corpus.rename(moved)
     prepare([f"{moved}/**/*.txt"], str(tmp_path / "again"), "bytes", 0.2, shard_tokens=500)
-    assert _files(tmp_path / "again") == _files(dataset[0])
+    again, before = _files(tmp_path / "again"), _files(dataset[0])
+    assert json.loads(again.pop("bad_records.jsonl"))["file"] == f"{moved}/part0/00.txt"
+    del before["bad_records.jsonl"]
+    assert again == before
 
 
 def test_shard_size_does_not_change_the_stream(
@@ -63,18 +66,19 @@ def test_documents_keep_bytes_that_are_not_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\r\n no final newline")
     (tmp_path / "b.txt").write_bytes(b"")
     manifest = prepare([f"{tmp_path}/*.txt"], str(tmp_path / "data"), "bytes", 0.0)
-    assert _tokens(tmp_path / "data", "train") == [*b"\xff\xfe\r\n no final newline", 256, 256]
-    assert manifest.skipped == 0
+    assert _tokens(tmp_path / "data", "train") == [*b"\xff\xfe\r\n no final newline", 256]
+    assert (manifest.skipped, manifest.bad) == (1, {"empty": 1})
     assert manifest.validation == ()
     assert manifest.bigram_entropy is None
 
 
-def test_progress_is_told_after_each_document(corpus: Path, tmp_path: Path) -> None:
+def test_progress_is_told_after_each_piece(corpus: Path, tmp_path: Path) -> None:
     told: list[PrepareProgress] = []
-    manifest = prepare([f"{corpus}/*/*.txt"], str(tmp_path / "data"), shard_tokens=300, progress=told.append)
-    assert [progress.documents for progress in told] == list(range(1, 41))
+    manifest = prepare([f"{corpus}/*/*.txt"], str(tmp_path / "data"), piece_bytes=1000, progress=told.append)
+    assert [progress.pieces for progress in told] == list(range(1, told[0].num_pieces + 1))
+    assert len(told) > 5
     assert told[-1].tokens == manifest.tokens("train") + manifest.tokens("validation")
-    assert told[-1].num_documents == 40
+    assert told[-1].documents == 39
 
 
 def test_bigram_entropy_against_a_plain_loop(dataset: tuple[Path, DatasetManifest]) -> None:
@@ -89,7 +93,7 @@ def test_bigram_entropy_against_a_plain_loop(dataset: tuple[Path, DatasetManifes
 
 def test_standard_library_is_found_and_has_known_entropy(tmp_path: Path) -> None:
     patterns = ("{stdlib}/*.py", "{stdlib}/*/*.py", "!{stdlib}/test/*", "!{stdlib}/site-packages/*")
-    names = {document.name for document in find_documents(patterns)}
+    names = {each.name for each in find_inputs(patterns)}
     assert {"abc.py", "json/decoder.py"} <= names
     assert not [name for name in names if name.startswith(("test/", "site-packages/"))]
     manifest = prepare(patterns, str(tmp_path / "data"))
@@ -101,74 +105,71 @@ def test_standard_library_is_found_and_has_known_entropy(tmp_path: Path) -> None
 
 class TestPatterns:
     def test_names_are_sorted_and_below_the_fixed_part(self, corpus: Path) -> None:
-        names = [document.name for document in find_documents([f"{corpus}/part[01]/*.txt"])]
+        names = [each.name for each in find_inputs([f"{corpus}/part[01]/*.txt"])]
         assert names == sorted(names)
         assert {name.split("/")[0] for name in names} == {"part0", "part1"}
 
     def test_a_file_that_two_patterns_match_counts_once(self, corpus: Path) -> None:
-        assert len(find_documents([f"{corpus}/**/*.txt", f"{corpus}/part0/*.txt"])) == 40
+        assert len(find_inputs([f"{corpus}/**/*.txt", f"{corpus}/part0/*.txt"])) == 40
 
     def test_exclamation_mark_takes_away(self, corpus: Path) -> None:
-        left = find_documents([f"{corpus}/*/*.txt", f"!{corpus}/part0/*", f"!{corpus}/nothing/*"])
-        assert {document.name.split("/")[0] for document in left} == {"part1", "part2"}
+        left = find_inputs([f"{corpus}/*/*.txt", f"!{corpus}/part0/*", f"!{corpus}/nothing/*"])
+        assert {each.name.split("/")[0] for each in left} == {"part1", "part2"}
 
     def test_a_single_file(self, corpus: Path) -> None:
-        assert [document.name for document in find_documents([f"{corpus}/part0/03.txt"])] == ["03.txt"]
+        assert [each.name for each in find_inputs([f"{corpus}/part0/03.txt"])] == ["03.txt"]
 
     def test_relative_to_the_working_directory(self, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(corpus)
-        assert find_documents(["**/*.txt"])[0].name == "part0/00.txt"
+        assert find_inputs(["**/*.txt"])[0].name == "part0/00.txt"
 
     def test_library_directory_with_wildcards_in_its_name(
             self, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         strange = tmp_path / "lib[3]"
         corpus.rename(strange)
         monkeypatch.setattr(sysconfig, "get_path", lambda _: str(strange))
-        assert find_documents(["{stdlib}/part0/*.txt"])[0].file == strange / "part0" / "00.txt"
-        assert find_documents(["{stdlib}/*/*.txt"])[0].name == "part0/00.txt"
+        assert find_inputs(["{stdlib}/part0/*.txt"])[0].location == str(strange / "part0" / "00.txt")
+        assert find_inputs(["{stdlib}/*/*.txt"])[0].name == "part0/00.txt"
 
     def test_errors(self, corpus: Path) -> None:
         with pytest.raises(DataError, match=r"data.text has '.*\.md': no file matches"):
-            find_documents([f"{corpus}/**/*.txt", f"{corpus}/**/*.md"])
+            find_inputs([f"{corpus}/**/*.txt", f"{corpus}/**/*.md"])
         with pytest.raises(DataError, match="at least one pattern"):
-            find_documents([])
+            find_inputs([])
         with pytest.raises(DataError, match="take away every file"):
-            find_documents([f"{corpus}/**/*.txt", f"!{corpus}/**"])
+            find_inputs([f"{corpus}/**/*.txt", f"!{corpus}/**"])
 
 
 class TestSplits:
     def test_share_is_about_the_fraction(self) -> None:
-        documents = [Document(name=f"part/{number}.txt", file=Path(f"/{number}")) for number in range(2000)]
-        share = assign_splits(documents, 0.1).count("validation") / len(documents)
+        share = assign_splits([f"part/{number}.txt" for number in range(2000)], 0.1).count("validation") / 2000
         assert 0.08 < share < 0.12
 
     def test_a_document_keeps_its_split_when_others_come(self, corpus: Path) -> None:
-        documents = find_documents([f"{corpus}/**/*.txt"])
-        whole = dict(zip(documents, assign_splits(documents, 0.3), strict=True))
-        assert assign_splits(documents[::2], 0.3) == [whole[document] for document in documents[::2]]
+        names = [each.name for each in find_inputs([f"{corpus}/**/*.txt"])]
+        whole = dict(zip(names, assign_splits(names, 0.3), strict=True))
+        assert assign_splits(names[::2], 0.3) == [whole[name] for name in names[::2]]
+
+    def test_an_empty_file_stands_for_no_split(self, tmp_path: Path) -> None:
+        for name, size in {"a": 0, "b": 5, "c": 5, "d": 0}.items():
+            (tmp_path / f"{name}.txt").write_bytes(b"x" * size)
+        manifest = prepare([f"{tmp_path}/*.txt"], str(tmp_path / "data"))
+        assert (manifest.documents("train"), manifest.documents("validation")) == (1, 1)
 
     def test_both_splits_get_one(self, corpus: Path) -> None:
-        documents = find_documents([f"{corpus}/**/*.txt"])
-        assert assign_splits(documents, 1e-9).count("validation") == 1
-        assert assign_splits(documents, 1 - 1e-9).count("train") == 1
-        assert assign_splits(documents, 0.0).count("validation") == 0
-        assert assign_splits(documents[:1], 0.05) == ["train"]
+        names = [each.name for each in find_inputs([f"{corpus}/**/*.txt"])]
+        assert assign_splits(names, 1e-9).count("validation") == 1
+        assert assign_splits(names, 1 - 1e-9).count("train") == 1
+        assert assign_splits(names, 0.0).count("validation") == 0
+        assert assign_splits(names[:1], 0.05) == ["train"]
 
 
 class TestFailures:
-    def test_nothing_is_left_when_a_document_cannot_be_read(
-            self, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        real = SplitWriter.add
-
-        def add(writer: SplitWriter, file: Path) -> None:
-            if file.name == "30.txt":
-                raise PermissionError(13, "Permission denied")
-            real(writer, file)
-
-        monkeypatch.setattr(SplitWriter, "add", add)
-        with pytest.raises(DataError, match=r"30\.txt cannot be read \(Permission denied\)"):
-            prepare([f"{corpus}/**/*.txt"], str(tmp_path / "data"), shard_tokens=100)
-        assert [entry.name for entry in tmp_path.iterdir()] == ["corpus"]
+    def test_there_is_no_data_set_when_a_document_cannot_be_read(self, corpus: Path, tmp_path: Path) -> None:
+        (corpus / "part0" / "30.txt.gz").write_bytes(b"not gzip")
+        with pytest.raises(DataError, match=r"30\.txt\.gz cannot be read"):
+            prepare([f"{corpus}/**/*.txt*"], str(tmp_path / "data"), shard_tokens=100)
+        assert not (tmp_path / "data").exists()
 
     def test_existing_data_is_not_touched(self, corpus: Path, dataset: tuple[Path, DatasetManifest]) -> None:
         before = _files(dataset[0])
@@ -202,8 +203,8 @@ class TestTokenizerFile:
         for name, text in {"a": b"yes no maybe", "b": b"\xff no", "c": b"", "d": b"no"}.items():
             (tmp_path / f"{name}.txt").write_bytes(text)
         manifest = prepare([f"{tmp_path}/?.txt"], str(tmp_path / "data"), str(tokenizer), 0.0)
-        assert _tokens(tmp_path / "data", "train") == [2, 3, 0, 1, 1, 3, 1]
-        assert (manifest.vocabulary, manifest.skipped, manifest.documents("train")) == (4, 1, 3)
+        assert _tokens(tmp_path / "data", "train") == [2, 3, 0, 1, 3, 1]
+        assert (manifest.vocabulary, manifest.skipped, manifest.documents("train")) == (4, 2, 2)
         assert (tmp_path / "data" / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
 
     def test_end_of_document_is_added_when_there_is_none(self, tokenizer: Path, tmp_path: Path) -> None:

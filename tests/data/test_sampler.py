@@ -1,10 +1,14 @@
 """The order of samples: complete, different per seed and epoch, even, and free of the layout."""
 
 from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
 from itertools import pairwise
 
 import pytest
 
+from raytrain3d.data.ideal import Phase
+from raytrain3d.data.mixture import Mixture
 from raytrain3d.data.sampler import Sampler, deal, permutation, spread
 
 
@@ -54,20 +58,31 @@ def test_neighbours_in_an_epoch_are_not_related() -> None:
     assert _chi_square(steps, cells, size - 1) < (cells - 1) + 6 * (2 * (cells - 1)) ** 0.5
 
 
+def _sampler(*sizes: int, seed: int, global_batch: int) -> Sampler:
+    """All sources in equal shares."""
+    names, phase = [str(size) for size in sizes], Phase(start=0, weights=(Fraction(1),) * len(sizes))
+    mixture = Mixture(names, [phase], [None] * len(sizes), 0)
+    return Sampler(seed=seed, sizes=sizes, mixture=mixture, global_batch=global_batch)
+
+
+def _numbers(sampler: Sampler, step: int, places: Sequence[int]) -> list[int]:
+    return [number for _, number in sampler.samples(step, places)]
+
+
 def test_each_epoch_holds_each_sample_once() -> None:
-    sampler = Sampler(seed=5, num_samples=30, global_batch=8)
-    stream = [number for step in range(1, 16) for number in sampler.samples(step, range(8))]
+    sampler = _sampler(30, seed=5, global_batch=8)
+    stream = [number for step in range(1, 16) for number in _numbers(sampler, step, range(8))]
     for epoch in range(4):
         assert sorted(stream[epoch * 30:(epoch + 1) * 30]) == list(range(30))
     assert stream[:30] != stream[30:60]
 
 
 def test_a_batch_larger_than_the_data_repeats_it() -> None:
-    assert sorted(Sampler(seed=5, num_samples=3, global_batch=9).samples(1, range(9))) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert sorted(_numbers(_sampler(3, seed=5, global_batch=9), 1, range(9))) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
 def test_any_part_of_a_step_equals_that_part_of_the_whole() -> None:
-    sampler = Sampler(seed=2, num_samples=1000, global_batch=12)
+    sampler = _sampler(1000, 77, seed=2, global_batch=12)
     whole = sampler.samples(40, range(12))
     assert [sampler.samples(40, [place])[0] for place in range(12)] == whole
     assert sampler.samples(40, range(5, 9)) == whole[5:9]
@@ -75,12 +90,19 @@ def test_any_part_of_a_step_equals_that_part_of_the_whole() -> None:
 
 def test_order_is_fixed_for_ever() -> None:
     """Golden values: a change here would change every resumed run."""
-    assert Sampler(seed=1, num_samples=1000, global_batch=6).samples(3, range(6)) == [616, 128, 91, 876, 259, 404]
+    assert _numbers(_sampler(1000, seed=1, global_batch=6), 3, range(6)) == [616, 128, 91, 876, 259, 404]
+
+
+def test_sources_have_orders_of_their_own() -> None:
+    stream = [pick for step in range(1, 11) for pick in _sampler(50, 50, seed=1, global_batch=10).samples(step, range(10))]
+    first, second = ([number for source, number in stream if source == wanted] for wanted in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second
 
 
 def test_steps_count_from_one() -> None:
     with pytest.raises(ValueError, match="count from 1"):
-        Sampler(seed=1, num_samples=10, global_batch=2).samples(0, range(2))
+        _sampler(10, seed=1, global_batch=2).samples(0, range(2))
 
 
 def test_deal() -> None:

@@ -6,15 +6,20 @@ import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 import pytest
 
-from raytrain3d.data.documents import assign_splits, find_documents
+from raytrain3d.data.documents import assign_splits, find_inputs
 from raytrain3d.data.manifest import SPLITS, DatasetManifest, Split
 from raytrain3d.data.tokens import Dataset, token_type
 
 
 def _stream(corpus: Path, split: Split) -> list[int]:
-    documents = find_documents([f"{corpus}/**/*.txt"])
-    chosen = [d for d, s in zip(documents, assign_splits(documents, 0.2), strict=True) if s == split]
-    return [token for document in chosen for token in [*document.file.read_bytes(), 256]]
+    return [token for document in _documents(corpus, split) for token in document]
+
+
+def _documents(corpus: Path, split: Split) -> list[list[int]]:
+    inputs = find_inputs([f"{corpus}/**/*.txt"])
+    splits = assign_splits([each.name for each in inputs], 0.2)
+    return [[*Path(each.location).read_bytes(), 256] for each, own in zip(inputs, splits, strict=True)
+            if own == split and each.size]
 
 
 @pytest.mark.parametrize(("vocabulary", "kind"), [(2, "uint8"), (256, "uint8"), (257, "uint16"), (65536, "uint16"),
@@ -62,7 +67,4 @@ def test_shards_are_bounded_arrow_files_with_a_row_per_document(
         if rows and rows[-1][-1] != 256:
             rows[-1] += pieces.pop(0)
         rows += pieces
-    documents = find_documents([f"{corpus}/**/*.txt"])
-    splits = assign_splits(documents, 0.2)
-    expected = [[*d.file.read_bytes(), 256] for d, s in zip(documents, splits, strict=True) if s == "train"]
-    assert rows == expected
+    assert rows == _documents(corpus, "train")

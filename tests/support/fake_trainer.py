@@ -19,7 +19,7 @@ from raytrain3d.config import JobConfig
 from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.plan import Plan
 from raytrain3d.train.position import Position
-from raytrain3d.train.report import EvaluationReport, StepReport
+from raytrain3d.train.report import EvaluationReport, SetReport, StepReport
 from raytrain3d.train.standing import Standing
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class FakeTrainer:
 
     def evaluate(self) -> EvaluationReport:
         self._exchange(False)
-        return EvaluationReport(loss=2.0, tokens=64, seconds=0.01)
+        return EvaluationReport(sets=(SetReport(name="validation", loss=2.0, tokens=64),), seconds=0.01)
 
     def save(self, directory: str, step: int, *, behind: bool) -> SaveStart:
         self._saving = step

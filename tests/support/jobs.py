@@ -3,7 +3,7 @@
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from raytrain3d.checkpoint.manifest import Receipt
 from raytrain3d.config import (DataConfig, JobConfig, LearningRateConfig, MeshConfig, ModelConfig, PipelineConfig,
                                RunConfig, TrainConfig)
-from raytrain3d.data.loader import MicroBatch
+from raytrain3d.data.micro_batch import MicroBatch
 from raytrain3d.parallel.groups import serve_store
 from raytrain3d.plan.plan import Plan, make_plan
 from raytrain3d.train.report import StepReport
@@ -32,8 +32,18 @@ def small_job(*, model: dict[str, Any] | None = None, mesh: dict[str, int] | Non
         learning_rate=LearningRateConfig(peak=3e-4, warmup=5))
 
 
+@dataclass(frozen=True, kw_only=True)
+class SyntheticSet:
+    """What a trainer asks of a validation set."""
+
+    name: str
+    largest_share: int
+    bytes_per_token: float | None = None
+
+
 class SyntheticLoader:
-    """Tokens as a pure function of (step, sample), with documents of unequal length padded by targets of -100."""
+    """Tokens as a pure function of (step, sample), with documents of unequal length padded by targets of -100. With
+    `data.mask_documents` a sample is two documents, cut at a place of its own."""
 
     def __init__(self, config: JobConfig, plan: Plan, replica: int) -> None:
         self._config, self._replica = config, replica
@@ -41,7 +51,7 @@ class SyntheticLoader:
 
     def adopt(self, plan: Plan) -> None:
         self._share, self._first = plan.shares[self._replica], plan.first_micro_batch(self._replica)
-        self.largest_validation_share = max(plan.shares)
+        self.validation_sets = (SyntheticSet(name="validation", largest_share=max(plan.shares)),)
 
     def sample(self, step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         draw = random.Random(f"{step}/{index}")
@@ -57,10 +67,18 @@ class SyntheticLoader:
         for i in range(self._first, self._first + self._share):
             samples = tuple(range(i * size, (i + 1) * size))
             tokens, targets = zip(*(self.sample(step, k) for k in samples), strict=True)
-            found.append(MicroBatch(tokens=torch.stack(tokens), targets=torch.stack(targets), samples=samples))
+            starts = torch.stack([self._starts(step, k) for k in samples]) if self._config.data.mask_documents else None
+            found.append(MicroBatch(tokens=torch.stack(tokens), targets=torch.stack(targets), samples=samples,
+                                    starts=starts))
         return found
 
-    def validation(self) -> list[MicroBatch]:
+    def _starts(self, step: int, index: int) -> torch.Tensor:
+        starts = torch.zeros(self._config.train.sequence, dtype=torch.int64)
+        cut = random.Random(f"cut {step}/{index}").randrange(1, len(starts))
+        starts[cut:] = cut
+        return starts
+
+    def validation(self, number: int) -> list[MicroBatch]:
         return self.micro_batches(0)
 
     def close(self) -> None:
