@@ -105,6 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_model_commands(commands)
     add_run_commands(commands)
     add_command(commands, "config", run_config, "print the reference of all configuration keys")
+    add_command(commands, "commands", run_commands, "print the reference of all commands")
     add_command(commands, "version", run_version, "print the version")
     return parser
 
@@ -206,6 +207,13 @@ def run_config(arguments: argparse.Namespace) -> int:
     from raytrain3d.reference import reference
 
     print(reference(), end="")
+    return 0
+
+
+def run_commands(arguments: argparse.Namespace) -> int:
+    from raytrain3d.cli_reference import command_reference
+
+    print(command_reference(make_parser()), end="")
     return 0
 
 

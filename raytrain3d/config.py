@@ -402,9 +402,24 @@ class PlacementConfig:
     """Memory that a rank may use by the plan's estimate, in GiB: pipeline.schedule `auto` chooses within it, another
     schedule that needs more is refused. Absent: no limit."""
     wait_s: float = 600.0
-    """Longest wait for the cluster to offer the gangs' resources, in seconds."""
+    """Longest wait for the cluster to offer the gangs' resources, in seconds. An autoscaler that can never offer them ends
+    it sooner."""
+    label: dict[str, str] = field(default_factory=dict)
+    """Labels that nodes of ranks must have, such as `{market: spot}`. A value may be a choice, `in(a,b)`, or be ruled out,
+    `!a` or `!in(a,b)`. An autoscaler adds nodes of a type with these labels."""
+    domain: str | None = None
+    """Name of a node label, such as `rack` or `ray.io/gpu-domain`: all ranks of a replica are on nodes with one value of it,
+    so that pipeline stages are a short way apart. Absent: packed onto as few nodes as possible, wherever those are."""
+    domains: tuple[str, ...] = ()
+    """Values of that label over which replicas are spread in turn, so that one failure takes few of them. Empty: any."""
 
     def __post_init__(self) -> None:
+        _require(bool(self.domain) or not self.domains, "placement.domains", list(self.domains),
+                 "needs placement.domain, the label whose values these are")
+        _require(self.domain is None or not self.domains or self.domain not in self.label, "placement.label", self.label,
+                 f"has {self.domain}, which placement.domains already decides: leave one out")
+        for key, value in self.label.items():
+            _require(bool(key and value), "placement.label", self.label, "needs a name and a value for each label")
         _positive("placement", cpus_per_rank=self.cpus_per_rank, threads_per_rank=self.threads_per_rank,
                   memory_per_rank_gib=self.memory_per_rank_gib)
         _require(self.wait_s >= 0, "placement.wait_s", self.wait_s, "must be at least 0")

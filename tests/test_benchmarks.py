@@ -198,6 +198,16 @@ def test_driver_benchmark() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(1800)
+def test_scale_benchmark() -> None:
+    _, figures = run_quick("benchmarks/scale.py")
+    assert 0 < figures["driver_us_per_rank_step"] < 10_000
+    assert 0 < figures["driver_share_16"] < 1
+    assert figures["store_operations_per_rank"] > 1
+
+
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(1800)
 def test_recovery_benchmark() -> None:

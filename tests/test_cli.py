@@ -293,6 +293,15 @@ def test_reference_in_docs_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> 
     assert (ROOT / "docs" / "config.md").read_text() == printed, "run: raytrain3d config > docs/config.md"
 
 
+def test_reference_of_commands_in_docs_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["commands"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == (ROOT / "docs" / "cli.md").read_text()
+    for words in ("## raytrain3d submit FILE [key=value ...]", "## raytrain3d checkpoint prune RUN", "**`--keep NUMBER`**",
+                  "**`--package ship|image`**"):
+        assert words in printed
+
+
 def test_every_key_is_in_the_reference_with_its_meaning() -> None:
     sections = read_sections(Path(config_module.__file__).read_text())
     undocumented = [f"{name}.{key.name}" for name, section in sections.items() for key in section.keys if not key.text]

@@ -1,4 +1,5 @@
-"""Every command in README.md works as written: quickly with what it starts left out, in full when slow tests are on."""
+"""Every command in README.md and the guides works as written: quickly with what it starts left out, in full when slow
+tests are on."""
 
 import json
 import os
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,9 @@ from raytrain3d.cli import main
 from raytrain3d.config import JobConfig
 from raytrain3d.data.prepare import prepare
 from raytrain3d.data.train_tokenizer import train_tokenizer
-from raytrain3d.gang import mailbox
+from raytrain3d.gang import jobs, mailbox
 from raytrain3d.gang import run as gang_run
+from raytrain3d.gang.follow import JobState
 from raytrain3d.gang.mailbox import Status
 from raytrain3d.gang.run import run_job
 from raytrain3d.load import load
@@ -28,7 +30,8 @@ from raytrain3d.plan.plan import make_plan
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LIVE = ("status", "rebalance", "stop")
+LIVE = ("status", "rebalance", "stop", "submit", "logs")
+GUIDES = ("README.md", "docs/tutorial.md", "docs/how-to.md")
 SMALL = ["train.steps=2", "learning_rate.warmup=1", "evaluate.samples=4"]
 
 
@@ -38,7 +41,39 @@ def commands(page: str) -> list[str]:
     return [line for block in BLOCK.findall(text) for line in block.splitlines()]
 
 
-README = [line for line in commands("README.md") if line.startswith("raytrain3d ")]
+COMMANDS = list(dict.fromkeys(line for page in GUIDES for line in commands(page) if line.startswith("raytrain3d ")))
+
+
+class FakeJob:
+    """A submitted job that has ended."""
+
+    id, grace_s = "quickstart-1", 300.0
+
+    def state(self) -> JobState:
+        return JobState(status="SUCCEEDED", exit_code=0)
+
+    stop = state
+
+    async def output(self) -> AsyncIterator[str]:
+        yield "finished\n"
+
+    def printed(self) -> str:
+        return "finished\n"
+
+
+class FakeJobs:
+    """A cluster's job server."""
+
+    def __init__(self, address: str | None) -> None:
+        self.url = address
+
+    def submit(self, config: JobConfig, how: jobs.Submission) -> FakeJob:
+        jobs.check_paths(config)
+        return FakeJob()
+
+    def job_of(self, run: str) -> FakeJob:
+        assert run == "quickstart"
+        return FakeJob()
 
 
 @pytest.fixture
@@ -52,7 +87,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", README)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_command_is_understood(command: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real but for gangs and runs. Data that an earlier command of the page has made is there; a job on one rank trains
     two steps."""
@@ -83,6 +118,7 @@ def test_command_is_understood(command: str, place: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(gang_run, "run_job", run)
     monkeypatch.setattr(gang_run, "check_job", run)
     monkeypatch.setattr(mailbox, "ask_run", ask_run)
+    monkeypatch.setattr(jobs, "ClusterJobs", FakeJobs)
     assert main([*arguments, *(SMALL if "inline" in arguments else [])]) == 0
 
 
@@ -115,9 +151,13 @@ def test_first_two_commands_set_themselves_up() -> None:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    for page in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
-        for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
-            assert (ROOT / target).exists(), f"{page} links to {target}"
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page} links to {target}"
+
+
+def test_the_chinese_readme_is_in_step() -> None:
+    assert commands("README.zh-CN.md") == commands("README.md")
 
 
 def test_sections_about_benchmarks_name_commands_that_exist() -> None:
@@ -152,7 +192,7 @@ def on_path(place: Path) -> Iterator[dict[str, str]]:
 @pytest.mark.ray
 @pytest.mark.timeout(3600)
 def test_every_command_runs_in_full(place: Path, on_path: dict[str, str]) -> None:
-    for command in ["raytrain3d train jobs/quickstart.yaml", *README]:
+    for command in ["raytrain3d train jobs/quickstart.yaml", *COMMANDS]:
         if command.split()[1] not in LIVE:
             done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=on_path)
             assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"

@@ -7,11 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from raytrain3d.gang.network import rank_environment
 from raytrain3d.gang.ray_cluster import node_address
 from raytrain3d.gang.worker import RankSettings, RankWorker, warm_up
+from raytrain3d.train.report import StepReport, merge_reports
 
+GATHER_S = 2.0
+"""Longest wait for reports of the gang's other ranks."""
 BECOME_LIMIT_S = 60.0
 """Longest wait of an ask for a spare that is about to become a rank."""
 
@@ -25,6 +29,7 @@ class RankActor:
         # Before torch is imported, which reads some of it then.
         os.environ.update(rank_environment(settings.config, self._address))
         self._is_rank = threading.Event()
+        self._others: list[Any] = []
         if spare:
             warm_up()
         else:
@@ -36,6 +41,7 @@ class RankActor:
         settings = replace(settings, address=self._address, device_index=device_index)
         settings.open_log()
         self._worker = RankWorker(settings)
+        self._tensor = settings.plan.mesh.tensor
         self._is_rank.set()
 
     def device_index(self) -> int | None:
@@ -49,6 +55,24 @@ class RankActor:
     def ask(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._is_rank.wait(BECOME_LIMIT_S)
         return method(self._worker, *args, **kwargs)
+
+    @ray.method(concurrency_group="control")
+    def lead(self, others: list[Any]) -> None:
+        """others: the actors of the gang's other ranks, whose reports this one gathers from now on."""
+        self._others = others
+
+    @ray.method(concurrency_group="control")
+    def gather(self, after: int) -> list[StepReport]:
+        """Of the whole gang, beyond step `after`. Nothing when a rank does not answer: the driver finds that out."""
+        self._is_rank.wait(BECOME_LIMIT_S)
+        asked = [other.ask.remote(RankWorker.reports, (after,), {}) for other in self._others]
+        reports = self._worker.reports(after)
+        try:
+            for theirs in ray.get(asked, timeout=GATHER_S):
+                reports += theirs
+        except RayError:
+            return []
+        return merge_reports(reports, 1 + len(self._others), self._tensor)
 
 
 _remote: Any = ray.remote

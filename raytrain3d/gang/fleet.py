@@ -14,7 +14,7 @@ from typing import TypeVar
 from raytrain3d.checkpoint.progress import SaveProgress, SaveStart
 from raytrain3d.errors import RankFailed
 from raytrain3d.gang.failure import Sign, raised
-from raytrain3d.gang.handle import Gangs, RankDied, RankHandle, RankRaised
+from raytrain3d.gang.handle import Answers, Gangs, RankDied, RankHandle, RankRaised
 from raytrain3d.gang.hang import HangWatch
 from raytrain3d.gang.reports import ReportReader
 from raytrain3d.gang.stop import StopFlag
@@ -67,6 +67,7 @@ class Lease:
     first: int
     last: int
     futures: Mapping[int, Future[LeaseEnd]]
+    answers: Answers
 
 
 class Fleet:
@@ -156,15 +157,15 @@ class Fleet:
     def train(self, first: int, last: int, left_out: frozenset[int] = frozenset()) -> Lease:
         """Start a lease; `wait` tells when it has ended. Steps in `left_out` are passed over."""
         self._watch.begin()
-        return Lease(first, last, {handle.rank: handle.call(RankWorker.train, first, last, left_out)
-                                   for handle in self._ranks})
+        futures = {handle.rank: handle.call(RankWorker.train, first, last, left_out) for handle in self._ranks}
+        return Lease(first, last, futures, Answers(futures.values()))
 
     def wait(self, lease: Lease, limit_s: float, plan: Plan) -> LeaseEnd | None:
         """How the lease ended, or None when it is still running after `limit_s`. plan: what the ranks are running."""
-        _, running = wait(lease.futures.values(), timeout=limit_s, return_when=FIRST_EXCEPTION)
-        if _failed(lease.futures):
+        lease.answers.wait(limit_s)
+        if lease.answers.any_failed:
             raise self._failure(lease.futures, None)
-        if running:
+        if not lease.answers.all_there:
             hung = self._watch.check(self._ranks, plan)
             if hung is not None:
                 raise FleetFailed([hung])
@@ -178,9 +179,9 @@ class Fleet:
         """Reports of all ranks for every step that all have newly reported. Waits `limit_s` at most: for one answer, or
         until step `until` is among them."""
         end = time.monotonic() + limit_s
-        whole = self._reader.poll(limit_s)
+        whole = self._reader.poll(limit_s, now=until is not None)
         while until is not None and self._reader.reached < until and time.monotonic() < end:
-            whole += self._reader.poll(end - time.monotonic())
+            whole += self._reader.poll(end - time.monotonic(), now=True)
         if whole:
             self._watch.saw_steps(report.seconds for reports in whole for report in reports)
         return whole

@@ -4,24 +4,24 @@ node; ranks are given to bundles sorted by node."""
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from raytrain3d.errors import CapacityError
-from raytrain3d.gang.capacity import shortage
+from raytrain3d.gang.handle import ReportSource
+from raytrain3d.gang.placing import is_placed, request_gang, wait_for_capacity
+from raytrain3d.gang.ray_nodes import node_names
 from raytrain3d.gang.ray_notices import Watchers
-from raytrain3d.gang.ray_rank import RayRank, RaySpares, node_capacities, node_names, start_rank
+from raytrain3d.gang.ray_rank import RayRank, RaySpares, start_rank
 from raytrain3d.gang.stop import StopFlag
 from raytrain3d.gang.worker import RankSettings
 from raytrain3d.plan.placement import place_ranks
 from raytrain3d.plan.plan import Plan
+from raytrain3d.train.report import StepReport
 
 KILL_LIMIT_S = 5.0
-FIRST_LINE_S, LONGEST_INTERVAL_S = 3.0, 60.0
-"""When waiting for capacity is first said, and how far apart later lines may come (each takes twice as long)."""
 MORE_ROOM_S = 2.0
 """Wait for room for more replicas than the fewest with which a job starts."""
 
@@ -32,13 +32,15 @@ class RayGang:
     def __init__(self, group: PlacementGroup, settings: Sequence[RankSettings], spares: RaySpares) -> None:
         self._group, self._spares = group, spares
         self._settings = {each.rank: each for each in settings}
+        self._source = ReportSource(tuple(self._settings), self._gather)
         names = node_names()
         first = settings[0]
         replica = first.plan.mesh.coordinate(first.rank).data
         bundles = placement_group_table(group)["bundles_to_node_id"]
         places = place_ranks(first.plan.mesh, replica, {bundle: names[node] for bundle, node in bundles.items()})
-        self.ranks = tuple(RayRank(start_rank(each, group, place.bundle), place)
+        self.ranks = tuple(RayRank(start_rank(each, group, place.bundle), place, self._source)
                            for place, each in zip(places, settings, strict=True))
+        self._appoint_leader()
 
     @property
     def node_ids(self) -> set[str]:
@@ -48,6 +50,15 @@ class RayGang:
     def replace(self, rank: int, plan: Plan) -> None:
         settings = dataclasses.replace(self._settings[rank], plan=plan)
         self.ranks = tuple(self._new(old, settings) if old.rank == rank else old for old in self.ranks)
+        self._appoint_leader()
+
+    def _gather(self, after: int) -> Future[list[StepReport]]:
+        return self.ranks[0].gather(after)
+
+    def _appoint_leader(self) -> None:
+        """The first rank reads the others' reports, beside its training."""
+        first, *others = self.ranks
+        first.actor.lead.remote([other.actor for other in others])
 
     def _new(self, old: RayRank, settings: RankSettings) -> RayRank:
         """In the same bundle, on whatever node that is by now: a spare there, or a new actor."""
@@ -56,9 +67,9 @@ class RayGang:
         place = dataclasses.replace(old.place, node=node_names().get(node, old.place.node))
         spare = self._spares.take(node) if place.node == old.node else None
         if spare is None:
-            return RayRank(start_rank(settings, self._group, place.bundle), place)
+            return RayRank(start_rank(settings, self._group, place.bundle), place, self._source)
         spare.become.remote(settings, old.device_index)
-        return RayRank(spare, place)
+        return RayRank(spare, place, self._source)
 
     def kill(self) -> None:
         wait([rank.kill() for rank in self.ranks], timeout=KILL_LIMIT_S)
@@ -77,17 +88,17 @@ class RayGangs:
         self.present: dict[int, RayGang] = {}
 
     def start_all(self, stop: StopFlag, say: Callable[[str], None]) -> None:
-        """When there is room. CapacityError after placement.wait_s, StopRequested when asked to stop meanwhile."""
+        """When there is room. Raises what `wait_for_capacity` does."""
         groups = list(self._groups.values())
-        _wait_for_capacity(groups, self._fewest, self._plan, self._settings[0].config.placement.wait_s, stop, say)
+        wait_for_capacity(groups, self._fewest, self._plan, self._settings[0].config.placement, stop, say)
         if self._fewest < len(groups):
-            _wait_until(lambda: all(map(_is_placed, groups)), MORE_ROOM_S)
+            _wait_until(lambda: all(map(is_placed, groups)), MORE_ROOM_S)
         for replica in self.places():
             self.start(replica, self._plan)
             self.admit(replica)
 
     def lacks_place(self, replica: int) -> bool:
-        return not _is_placed(self._groups[replica])
+        return not is_placed(self._groups[replica])
 
     def drop(self, replica: int) -> None:
         gang = self._starting.pop(replica, None) or self.present.pop(replica, None)
@@ -98,7 +109,7 @@ class RayGangs:
 
     def places(self) -> list[int]:
         return [replica for replica, group in self._groups.items()
-                if replica not in self.present and replica not in self._starting and _is_placed(group)]
+                if replica not in self.present and replica not in self._starting and is_placed(group)]
 
     def start(self, replica: int, plan: Plan) -> RayGang:
         settings = [dataclasses.replace(self._settings[rank], plan=plan) for rank in plan.mesh.gang(replica)]
@@ -127,10 +138,7 @@ class RayGangs:
             remove_placement_group(group)
 
     def _ask_for_place(self, replica: int) -> PlacementGroup:
-        plan, run = self._plan, self._settings[0].config.run.name
-        group: PlacementGroup = placement_group([plan.bundle.resources] * plan.mesh.pipeline, strategy="PACK",
-                                                name=f"raytrain3d/{run}/gang-{replica}")
-        return group
+        return request_gang(self._plan, self._settings[0].config, replica)
 
 
 @contextmanager
@@ -145,26 +153,7 @@ def ray_gangs(settings: Sequence[RankSettings], stop: StopFlag, say: Callable[[s
         gangs.close()
 
 
-def _wait_for_capacity(groups: Sequence[PlacementGroup], fewest: int, plan: Plan, limit_s: float, stop: StopFlag,
-                       say: Callable[[str], None]) -> None:
-    start, next_line = time.monotonic(), FIRST_LINE_S
-    while (placed := sum(map(_is_placed, groups))) < fewest:
-        stop.check()
-        waited = time.monotonic() - start
-        if waited >= min(next_line, limit_s):
-            text = shortage(plan, placed, node_capacities())
-            if waited >= limit_s:
-                raise CapacityError(f"after {limit_s:g} s the cluster has no room for the job: {text}")
-            say(f"waiting for capacity ({waited:.0f} of {limit_s:g} s): {text}")
-            next_line = min(2 * next_line, next_line + LONGEST_INTERVAL_S)
-        time.sleep(min(0.05 + waited / 10, 1.0))
-
-
 def _wait_until(true: Callable[[], bool], limit_s: float) -> None:
     end = time.monotonic() + limit_s
     while not true() and time.monotonic() < end:
         time.sleep(0.1)
-
-
-def _is_placed(group: PlacementGroup) -> bool:
-    return bool(placement_group_table(group).get("state") == "CREATED")

@@ -4,12 +4,15 @@ A request names a method of `RankWorker`, so an editor follows it and mypy check
 It fails with RankDied as soon as the process is known to be gone, and with RankRaised when the method raised.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from raytrain3d.gang.worker import RankError, RankWorker
 from raytrain3d.plan.plan import Plan
+from raytrain3d.train.report import StepReport
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,8 +30,21 @@ class RankRaised(Exception):
         self.error = error
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class ReportSource:
+    """Where step reports of some ranks are read, so that a large fleet costs the driver a request for each gang."""
+
+    ranks: tuple[int, ...]
+    ask: Callable[[int], Future[list[StepReport]]]
+    """Steps after the given one that all these ranks have done, a report for each tensor group; acknowledges older ones."""
+
+
 class RankHandle(Protocol):
     """One rank."""
+
+    @property
+    def source(self) -> ReportSource:
+        """The one that has its reports, perhaps with those of others."""
 
     @property
     def rank(self) -> int: ...
@@ -106,6 +122,34 @@ class FixedGangs:
 
     def leaving(self) -> Mapping[int, float]:
         return {}
+
+
+class Answers:
+    """Whether all of many futures have answered, or one has failed. Costs nothing while neither happens, unlike
+    `concurrent.futures.wait`, which touches every future each time."""
+
+    def __init__(self, futures: Iterable[Future[T]]) -> None:
+        waiting = list(futures)
+        self._left, self._lock, self._over = len(waiting), threading.Lock(), threading.Event()
+        self.any_failed = False
+        for future in waiting:
+            future.add_done_callback(self._note)
+
+    @property
+    def all_there(self) -> bool:
+        return self._left == 0
+
+    def wait(self, limit_s: float) -> None:
+        """Until all are there or one has failed, `limit_s` at most."""
+        self._over.wait(limit_s)
+
+    def _note(self, future: Future[T]) -> None:
+        failed = future.exception() is not None
+        with self._lock:
+            self._left -= 1
+            self.any_failed = self.any_failed or failed
+            if self.any_failed or self._left == 0:
+                self._over.set()
 
 
 def settle(future: Future[T], outcome: T | RankError) -> None:

@@ -108,7 +108,7 @@ class ClusterJobs:
 
     def submit(self, config: JobConfig, how: Submission) -> ClusterJob:
         """Submit a training job. ConfigError when a job of this run has not ended, or paths would lead nowhere there."""
-        _check_paths(config)
+        check_paths(config)
         run = config.run.name
         under_way = self._newest(run)
         if under_way is not None and not JobState(status=under_way.status.value).has_ended:
@@ -174,7 +174,7 @@ def failure_hint(state: JobState, output: str) -> str | None:
     return None
 
 
-def _check_paths(config: JobConfig) -> None:
+def check_paths(config: JobConfig) -> None:
     """ConfigError for a path that would be looked for in the job's temporary working directory."""
     data = [] if config.data.text else [(part.key, part.path) for part in parts_of(config)]
     for key, path in (("run.directory", config.run.directory), *data,

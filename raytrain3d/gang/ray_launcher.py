@@ -9,7 +9,7 @@ from raytrain3d.gang.launchers import Say
 from raytrain3d.gang.mailbox import Mailbox
 from raytrain3d.gang.ray_cluster import connected, node_address
 from raytrain3d.gang.ray_mailbox import RayMailbox
-from raytrain3d.gang.ray_rank import node_capacities
+from raytrain3d.gang.ray_nodes import node_capacities
 from raytrain3d.gang.stop import StopFlag
 from raytrain3d.gang.worker import RankSettings
 

@@ -1,8 +1,8 @@
-"""Ranks in Ray actors, spare actors that may become ranks, and the nodes that they are on."""
+"""Ranks in Ray actors, and spare actors that may become ranks."""
 
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -12,11 +12,11 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from raytrain3d.gang.actor import RANK_ACTOR
-from raytrain3d.gang.capacity import NodeCapacity
-from raytrain3d.gang.handle import RankDied, settle
+from raytrain3d.gang.handle import RankDied, ReportSource, settle
 from raytrain3d.gang.ray_cluster import NAMESPACE
 from raytrain3d.gang.worker import RankError, RankSettings, RankWorker
 from raytrain3d.plan.placement import RankPlace
+from raytrain3d.train.report import StepReport
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -28,25 +28,29 @@ REFILL_S = 10.0
 class RayRank:
     """A rank in a Ray actor."""
 
-    def __init__(self, actor: Any, place: RankPlace) -> None:
-        self.rank, self.node, self.place = place.rank, place.node, place
-        self._actor = actor
+    def __init__(self, actor: Any, place: RankPlace, source: ReportSource) -> None:
+        self.rank, self.node, self.place, self.source = place.rank, place.node, place, source
+        self.actor = actor
         self._device_index: Future[int | None] = self._future(actor.device_index.remote())
 
     def call(self, method: Callable[Concatenate[RankWorker, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        return self._future(self._actor.call.remote(method, args, kwargs))
+        return self._future(self.actor.call.remote(method, args, kwargs))
 
     def ask(self, method: Callable[Concatenate[RankWorker, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        return self._future(self._actor.ask.remote(method, args, kwargs))
+        return self._future(self.actor.ask.remote(method, args, kwargs))
 
     @property
     def device_index(self) -> int | None:
         """Of its GPU; absent on CPU, and while it has not told it."""
         return self._device_index.result() if self._device_index.done() and not self._device_index.exception() else None
 
+    def gather(self, after: int) -> Future[list[StepReport]]:
+        """Of the gang that this rank leads; see ReportSource."""
+        return self._future(self.actor.gather.remote(after))
+
     def kill(self) -> Future[Any]:
         """End the process. The future fails when it is gone."""
-        ray.kill(self._actor)
+        ray.kill(self.actor)
         return self.ask(RankWorker.facts)
 
     def _future(self, reference: Any) -> Future[Any]:
@@ -142,28 +146,3 @@ class RaySpares:
             runtime_env=_environment(self._settings),
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         ).remote(self._settings, spare=True)
-
-
-def node_names() -> dict[str, str]:
-    """Id -> address of every live node; with the beginning of the id where several nodes share an address."""
-    alive = {node["NodeID"]: node["NodeManagerAddress"] for node in _live_nodes()}
-    shared = Counter(alive.values())
-    return {node: address if shared[address] == 1 else f"{address}/{node[:6]}" for node, address in alive.items()}
-
-
-def node_capacities() -> list[NodeCapacity]:
-    """Resources of every live node."""
-    free: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
-    names = node_names()
-
-    def capacity(node: str, total: Mapping[str, float]) -> NodeCapacity:
-        left = free.get(node, {})
-        return NodeCapacity(name=names[node], cpus=total.get("CPU", 0.0), free_cpus=left.get("CPU", 0.0),
-                            gpus=total.get("GPU", 0.0), free_gpus=left.get("GPU", 0.0))
-
-    return sorted((capacity(node["NodeID"], node["Resources"]) for node in _live_nodes() if node["NodeID"] in names),
-                  key=lambda each: each.name)
-
-
-def _live_nodes() -> list[dict[str, Any]]:
-    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]

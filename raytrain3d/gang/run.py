@@ -123,8 +123,8 @@ def _train(run: _Run) -> int:
     with stop.on_signals(), _mailboxes(run.launcher, directory, config.run.name) as mailboxes:
         directory.claim(plan)
         records = Records(directory.local)
-        directory.log_settings()
         try:
+            directory.log_settings()
             with run.fleet(plan, directory.logs, stop) as fleet:
                 job = Job(config=config, plan=plan.with_replicas(fleet.replicas), directory=directory.location,
                           data=data_fingerprint(config),

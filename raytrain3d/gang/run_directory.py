@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,9 +106,10 @@ class RunDirectory:
         settings = {"time": time.time(), "host": socket.gethostname(), "python": sys.executable,
                     "config": masked(plain_config(self._config)), "environment": job_environment()}
         path = Path(self.logs, DRIVER_LOG)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(settings) + "\n")
+        with suppress(OSError):  # a directory for logs that cannot be used is told by the ranks, which need it more
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(settings) + "\n")
 
     def kept_layers(self, plan: Plan) -> tuple[int, ...] | None:
         """Layers of each stage as an earlier run of this directory left them, if it had the same ranks and schedule."""

@@ -6,6 +6,7 @@ reference, which is what wakes neighbours after a death. A group of one has no p
 identity.
 """
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,6 +34,8 @@ class Work:
 
 DONE = Work(None)
 
+BACKLOG = 4096
+"""Connections to the store that may wait: all ranks come at once."""
 STAR_LIMIT_BYTES = 1 << 20
 """Up to this size a star over gloo beats its ring among more than two ranks, several times over: latency decides."""
 
@@ -211,8 +214,12 @@ class Groups:
 
 
 def serve_store(host: str, port: int = 0) -> TCPStore:
-    """The rendezvous store, hosted by the caller for as long as the object lives; `.port` is where it listens."""
-    return TCPStore(host, port, is_master=True, wait_for_workers=False)
+    """The rendezvous store, hosted by the caller for as long as the object lives; `.port` is where it listens, at the
+    address `host` alone (by itself torch would listen at all of the machine's)."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    return TCPStore(host, listener.getsockname()[1], is_master=True, wait_for_workers=False,
+                    master_listen_fd=listener.detach())
 
 
 def join_store(host: str, port: int, timeout_s: float) -> TCPStore:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from raytrain3d.config import PlacementConfig
 from raytrain3d.errors import PlanError
 from raytrain3d.plan.mesh import Mesh
 
@@ -42,6 +43,26 @@ def tensor_group_bundle(mesh: Mesh, *, device: str, cpus_per_rank: float) -> Bun
     """The bundle of one tensor group."""
     # Ray counts resources in steps of 0.0001; 3 * 0.1 must not ask for 0.30000000000000004.
     return Bundle(cpus=round(mesh.tensor * cpus_per_rank, 4), gpus=mesh.tensor if device == "gpu" else 0)
+
+
+def gang_labels(placement: PlacementConfig, replica: int) -> dict[str, str]:
+    """Label -> value (or choice of values) that every node of the replica's gang must have."""
+    labels = dict(placement.label)
+    if placement.domain is not None and placement.domains:
+        labels[placement.domain] = placement.domains[replica % len(placement.domains)]
+    return labels
+
+
+def has_labels(node: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
+    """Whether a node with these labels is one of those asked for, as Ray decides it."""
+    return all(_matches(node.get(name), choice) for name, choice in wanted.items())
+
+
+def _matches(value: str | None, choice: str) -> bool:
+    wanted = choice.removeprefix("!")
+    found = re.fullmatch(r"in\((.*)\)", wanted)
+    values = [part.strip() for part in found[1].split(",")] if found else [wanted]
+    return (value in values) is not choice.startswith("!")
 
 
 def place_ranks(mesh: Mesh, replica: int, nodes: Mapping[int, str]) -> tuple[RankPlace, ...]:

@@ -2,7 +2,9 @@
 
 import math
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Literal
 
 
@@ -77,6 +79,26 @@ class StepReport:
     def idle_share(self) -> float:
         """Share of the step in which this rank did not compute."""
         return max(0.0, 1.0 - (self.compute_s + self.optimizer_s) / self.seconds)
+
+
+def merge_reports(reports: Iterable[StepReport], ranks: int, tensor: int) -> list[StepReport]:
+    """Reports of the steps that all of `ranks` neighbouring ranks have done, one for each tensor group, in order of step and
+    rank. The ranks of a group wait for each other inside a layer: layers are as its slowest rank has them, whose number the
+    report carries, waits are the group's means."""
+    steps: dict[int, list[StepReport]] = {}
+    for report in reports:
+        steps.setdefault(report.step, []).append(report)
+    return [_merged(list(group)) for step in sorted(steps) if len(steps[step]) == ranks
+            for _, group in groupby(sorted(steps[step], key=lambda r: r.rank), key=lambda r: r.rank // tensor)]
+
+
+def _merged(group: Sequence[StepReport]) -> StepReport:
+    if len(group) == 1:
+        return group[0]
+    slowest = max(group, key=lambda r: r.compute_s)
+    return replace(slowest, seconds=max(r.seconds for r in group), **{
+        name: sum(getattr(r, name) for r in group) / len(group)
+        for name in ("compute_s", "data_wait_s", "receive_wait_s", "reduce_wait_s", "commit_wait_s", "optimizer_s")})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,9 +60,12 @@ def actors_and_groups(head: RayHead) -> list[str]:
 
 
 def test_the_drivers_own_code_comes_back(head: RayHead, place: Path, tmp_path: Path) -> None:
-    """2: something to change first."""
+    """2: something to change first. A token that an earlier cluster left in the home directory does no harm."""
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
     bad = overrides(place, "bad", 4, "network.interface=nonsense", "data.text=[]", "data.path=/nowhere")
-    done = head.run(*RAYTRAIN3D, "submit", str(ROOT / "jobs/tiny.yaml"), "--wait", "--address", head.url, *bad, cwd=tmp_path)
+    done = head.run(*RAYTRAIN3D, "submit", str(ROOT / "jobs/tiny.yaml"), "--wait", "--address", head.url, *bad, cwd=tmp_path,
+                    HOME=str(tmp_path), RAY_AUTH_MODE="")
     assert done.returncode == 2, done.stdout + done.stderr
     assert "data.path is '/nowhere'" in done.stdout
 

@@ -3,9 +3,10 @@ from itertools import pairwise
 
 import pytest
 
-from raytrain3d.errors import PlanError
+from raytrain3d.config import PlacementConfig
+from raytrain3d.errors import ConfigError, PlanError
 from raytrain3d.plan.mesh import Mesh
-from raytrain3d.plan.placement import place_ranks, tensor_group_bundle
+from raytrain3d.plan.placement import gang_labels, has_labels, place_ranks, tensor_group_bundle
 
 
 def test_bundle_holds_a_tensor_group() -> None:
@@ -41,3 +42,25 @@ def test_tensor_groups_stay_on_a_node_and_stages_are_packed(seed: int) -> None:
 def test_every_stage_needs_its_bundle(nodes: dict[int, str]) -> None:
     with pytest.raises(PlanError, match="needs bundles 0 to 1"):
         place_ranks(Mesh(pipeline=2), 0, nodes)
+
+
+def test_replicas_are_spread_over_domains_in_turn() -> None:
+    placement = PlacementConfig(label={"market": "spot"}, domain="rack", domains=("r1", "r2"))
+    assert [gang_labels(placement, replica)["rack"] for replica in range(3)] == ["r1", "r2", "r1"]
+    assert gang_labels(placement, 0)["market"] == "spot"
+    assert gang_labels(PlacementConfig(domain="rack"), 0) == {}
+
+
+@pytest.mark.parametrize(("choice", "fits"), [("r1", True), ("r2", False), ("!r1", False), ("!r2", True),
+                                              ("in(r2, r1)", True), ("in(r2,r3)", False), ("!in(r2,r3)", True),
+                                              ("!in(r1,r3)", False)])
+def test_labels_are_matched_as_ray_does(choice: str, fits: bool) -> None:
+    assert has_labels({"rack": "r1", "market": "spot"}, {"rack": choice}) is fits
+    assert has_labels({}, {}) and not has_labels({}, {"rack": "r1"})
+
+
+@pytest.mark.parametrize("keys", [{"domains": ("r1",)}, {"domain": "rack", "domains": ("r1",), "label": {"rack": "r2"}},
+                                  {"label": {"rack": ""}}])
+def test_labels_that_contradict_each_other(keys: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"^placement\.(domains|label)"):
+        PlacementConfig(**keys)  # type: ignore[arg-type]
