@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from raytrain3d.cli_checkpoint import add_checkpoint_commands, add_model_commands
 from raytrain3d.cli_data import add_data_commands, print_dataset, showing
 from raytrain3d.cli_parser import FAILED, Command, add_address, add_command, add_job_command, count_above_0, number_from_0
+from raytrain3d.cli_report import add_report_command, write, write_plan_page
 from raytrain3d.cli_run import add_run_commands
 from raytrain3d.errors import ConfigError, DataError, PlanError, RayTrain3DError
 
@@ -75,6 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
         add_address(sub, "Ray cluster (default: RAY_ADDRESS, else one running here, else one is started)")
     plan = add_job_command(commands, "plan", run_plan, "print the plan of a job; needs neither torch nor Ray")
     plan.add_argument("--json", action="store_true", help="as JSON")
+    plan.add_argument("--html", metavar="FILE", help="page of the plan to write, too")
     plan.add_argument("--search", action="store_true",
                       help="find the fastest layout for --ranks devices of --on, and show it instead of the job's own")
     plan.add_argument("--on", metavar="NODE", default="h100", help="node type of the search: a100, h100, h200, b200, l40s, "
@@ -85,8 +87,8 @@ def make_parser() -> argparse.ArgumentParser:
     plan.add_argument("--output", metavar="FILE", help="job file to write with the layout found")
     simulate = add_job_command(commands, "simulate", run_simulate,
                                "simulate a step of a job's pipeline; needs neither torch nor Ray")
-    simulate.add_argument("--format", choices=("table", "json", "perfetto"), default="table",
-                          help="text grid and idle shares (default), JSON, or a trace for https://ui.perfetto.dev")
+    simulate.add_argument("--format", choices=("table", "json", "perfetto", "html"), default="table",
+                          help="text grid and idle shares (default), JSON, a trace for https://ui.perfetto.dev, or a page")
     simulate.add_argument("--output", metavar="PATH", help="file to write (default: standard output)")
     simulate.add_argument("--tflops", metavar="NUMBER", type=number_from_0, default=1.0,
                           help="speed of a rank in TFLOP/s, which turns FLOPs into seconds (default: 1)")
@@ -97,6 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
     trace.add_argument("run_directory", metavar="RUN_DIRECTORY", help="directory of the run, such as runs/quickstart")
     trace.add_argument("--output", metavar="PATH", help="trace for https://ui.perfetto.dev (default: trace.json in the "
                        "run directory)")
+    add_report_command(commands)
     compare = add_command(commands, "compare", run_compare, "say whether two runs are the same to the bit")
     for name in ("first", "second"):
         compare.add_argument(name, metavar="RUN_DIRECTORY", help="directory of a run, such as runs/quickstart")
@@ -106,6 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_run_commands(commands)
     add_command(commands, "config", run_config, "print the reference of all configuration keys")
     add_command(commands, "commands", run_commands, "print the reference of all commands")
+    add_command(commands, "metrics", run_metrics, "print the reference of all metrics")
     add_command(commands, "version", run_version, "print the version")
     return parser
 
@@ -130,6 +134,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
         return _search(config, arguments)
     plan = _plan(config)
     print(plan.to_json().rstrip() if arguments.json else plan.table())
+    if arguments.html:
+        write_plan_page(arguments.html, config, plan)
     return 0
 
 
@@ -149,7 +155,7 @@ def _search(config: "JobConfig", arguments: argparse.Namespace) -> int:
     found = search_layouts(config, num_ranks, Cluster(node=node, calibration=calibration))
     print(found_json(found) if arguments.json else found_table(found))
     if arguments.output:
-        _write(arguments.output, dump(found.best.config))
+        write(arguments.output, dump(found.best.config))
     return 0
 
 
@@ -166,12 +172,15 @@ def run_simulate(arguments: argparse.Namespace) -> int:
             text = simulation.to_json()
         case "perfetto":
             text = simulated_trace(simulation.plan, simulation.timelines)
+        case "html":
+            from raytrain3d.metrics.plan_report import simulation_report
+            text = simulation_report(config.run.name, simulation)
         case _:
             text = simulation.table() + "\n"
     if arguments.output is None:
         print(text, end="")
     else:
-        _write(arguments.output, text)
+        write(arguments.output, text)
     return 0
 
 
@@ -182,7 +191,7 @@ def run_trace(arguments: argparse.Namespace) -> int:
     plan = read_plan(directory)
     steps = read_traces(directory, plan)
     print(idle_table(plan, steps))
-    _write(arguments.output or str(directory / "trace.json"), merged_trace(plan, steps))
+    write(arguments.output or str(directory / "trace.json"), merged_trace(plan, steps))
     return 0
 
 
@@ -192,15 +201,6 @@ def run_compare(arguments: argparse.Namespace) -> int:
     same, text = compare_runs(arguments.first, arguments.second)
     print(text)
     return 0 if same else FAILED
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {path!r} cannot be written ({error.strerror}): name a file in a directory that is "
-                          "there") from None
-    print(f"wrote {path}")
 
 
 def run_config(arguments: argparse.Namespace) -> int:
@@ -214,6 +214,13 @@ def run_commands(arguments: argparse.Namespace) -> int:
     from raytrain3d.cli_reference import command_reference
 
     print(command_reference(make_parser()), end="")
+    return 0
+
+
+def run_metrics(arguments: argparse.Namespace) -> int:
+    from raytrain3d.metrics.catalogue import reference
+
+    print(reference(), end="")
     return 0
 
 

@@ -538,6 +538,32 @@ class StabilityConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MetricsConfig:
+    """Metrics for Prometheus, from the driver's process and through Ray's own metrics."""
+
+    port: int | None = 9600
+    """Port of the driver's endpoint, or the next free one if it is taken; 0 takes any free one. Absent: no endpoint."""
+    address: str = "127.0.0.1"
+    """Address that it listens on, and on no other: the default is for a Prometheus on the driver's machine, `0.0.0.0` for
+    one anywhere. What can reach it can read it."""
+    targets: str | None = None
+    """Directory of `NAME.targets.json`, the service-discovery file that tells a Prometheus of the endpoint while the run
+    lasts. Absent: run.directory, or none where that is a URI."""
+    ray: bool = True
+    """Copy all metrics to Ray's own with `--launcher ray`, so that whoever scrapes the cluster has them."""
+    tensorboard: bool = False
+    """Write the run's figures for TensorBoard, too (`tensorboard/` beside the run's records)."""
+    peak_tflops: float | None = None
+    """Peak of a rank's device in TFLOP/s (989 for an H100 in bf16): what model FLOPs utilization is a share of. Absent: it
+    is not known."""
+
+    def __post_init__(self) -> None:
+        _require(self.port is None or 0 <= self.port < 65536, "metrics.port", self.port, "must be between 0 and 65535")
+        _require(bool(self.address), "metrics.address", self.address, "must be an address of the driver's node")
+        _positive("metrics", peak_tflops=self.peak_tflops)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SlowdownConfig:
     """Make one rank, or one layer wherever it lives, slower than it is."""
 
@@ -626,6 +652,8 @@ class JobConfig:
     """Going on after ranks were lost."""
     stability: StabilityConfig = StabilityConfig()
     """Numbers that go bad."""
+    metrics: MetricsConfig = MetricsConfig()
+    """Metrics for Prometheus."""
     debug: DebugConfig = DebugConfig()
     """Slowdowns on purpose."""
 

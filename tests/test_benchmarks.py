@@ -195,6 +195,7 @@ def test_driver_benchmark() -> None:
     _, figures = run_quick("benchmarks/driver.py")
     assert figures["ratio_vs_plain_processes"] > 0
     assert 0 <= figures["driver_share"] < 1
+    assert 0 < figures["telemetry_share"] < 1 and 0 < figures["scrape_ms"] < 5000
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ def test_command_is_understood(command: str, place: Path, monkeypatch: pytest.Mo
     if arguments[0] == "trace":
         traced = ["run.name=traced", "run.trace_interval=1", *SMALL]
         assert main(["train", "jobs/tiny.yaml", "--launcher", "inline", *traced]) == 0
-    if arguments[0] in ("checkpoint", "generate"):
+    if arguments[0] in ("checkpoint", "generate", "report"):
         assert main(["train", "jobs/tiny.yaml", "--launcher", "inline", *SMALL]) == 0
     for path in arguments[1:] if arguments[0] == "compare" else ():
         assert main(["train", "jobs/tiny.yaml", "--launcher", "inline", f"run.name={Path(path).name}", *SMALL]) == 0

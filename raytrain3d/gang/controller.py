@@ -20,6 +20,7 @@ from raytrain3d.gang.rebalancer import Rebalancer
 from raytrain3d.gang.recoverer import Recoverer, Store
 from raytrain3d.gang.stability import Stability
 from raytrain3d.gang.stop import StopFlag, StopRequested
+from raytrain3d.metrics.expected import Expected
 from raytrain3d.metrics.goodput import Goodput
 from raytrain3d.metrics.journal import Journal
 from raytrain3d.metrics.summary import RebalanceSummary, StepSummary, summarize
@@ -97,6 +98,7 @@ class Controller:
         self._stability = Stability(job.config.stability, journal)
         self._saver = Saver(fleet, journal, job.config, job.directory, job.data, self._stability.skipped_steps)
         self._goodput = Goodput()
+        self._expected = Expected(job.config, job.plan)
         self._validation_loss: float | None = None
         self._last: StepSummary | None = None
         self._error: RayTrain3DError | None = None
@@ -310,7 +312,8 @@ class Controller:
     def _tell(self, reports: Sequence[StepReport]) -> None:
         self._last = summarize(reports, self._job.plan.mesh, self._rebalancer.summary)
         self._goodput.count(self._last.step, self._last.seconds)
-        self._journal.step(self._last, goodput=self._goodput.share)
+        self._journal.step(self._last, goodput=self._goodput.share,
+                           **self._expected.values(self._last, self._rebalancer.plan))
         self._stability.watch(self._last, reports, self._rebalancer.plan, self._fleet.nodes)
 
     def _listen(self) -> None:

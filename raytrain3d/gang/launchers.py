@@ -1,7 +1,7 @@
 """What the ranks of a job run in: Ray actors, local processes, or the driver itself. Ray is imported only if wanted."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 from raytrain3d.config import JobConfig
@@ -12,6 +12,7 @@ from raytrain3d.gang.mailbox import Mailbox
 from raytrain3d.gang.network import rank_environment
 from raytrain3d.gang.stop import StopFlag
 from raytrain3d.gang.worker import RankSettings
+from raytrain3d.metrics.run_metrics import RunMetrics
 
 LOOPBACK = "127.0.0.1"
 Say = Callable[[str], None]
@@ -30,6 +31,9 @@ class Launcher(Protocol):
 
     def mailbox(self, run: str) -> AbstractContextManager[Sequence[Mailbox]]:
         """Mailboxes beside the one in the run directory. ConfigError when the run's name is in use."""
+
+    def copy_of(self, metrics: RunMetrics) -> AbstractContextManager[None]:
+        """Inside, the metrics are copied to those of what ranks run in, if it has any."""
 
     def gangs(self, settings: Sequence[RankSettings], stop: StopFlag,
               say: Say) -> AbstractContextManager[Gangs]:
@@ -50,6 +54,9 @@ class LocalLauncher:
     @contextmanager
     def mailbox(self, run: str) -> Iterator[Sequence[Mailbox]]:
         yield ()
+
+    def copy_of(self, metrics: RunMetrics) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @contextmanager
     def gangs(self, settings: Sequence[RankSettings], stop: StopFlag, say: Say) -> Iterator[Gangs]:

@@ -9,9 +9,11 @@ from raytrain3d.gang.launchers import Say
 from raytrain3d.gang.mailbox import Mailbox
 from raytrain3d.gang.ray_cluster import connected, node_address
 from raytrain3d.gang.ray_mailbox import RayMailbox
+from raytrain3d.gang.ray_metrics import ray_copy_of
 from raytrain3d.gang.ray_nodes import node_capacities
 from raytrain3d.gang.stop import StopFlag
 from raytrain3d.gang.worker import RankSettings
+from raytrain3d.metrics.run_metrics import RunMetrics
 
 __all__ = ["RayLauncher", "connected"]
 
@@ -34,6 +36,9 @@ class RayLauncher:
             yield (mailbox,)
         finally:
             mailbox.close()
+
+    def copy_of(self, metrics: RunMetrics) -> AbstractContextManager[None]:
+        return ray_copy_of(metrics)
 
     def gangs(self, settings: Sequence[RankSettings], stop: StopFlag,
               say: Say) -> AbstractContextManager[Gangs]:

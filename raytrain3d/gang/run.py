@@ -18,6 +18,7 @@ from raytrain3d.gang.launchers import Launcher, open_launcher
 from raytrain3d.gang.mailbox import Mailbox, SocketMailbox
 from raytrain3d.gang.run_directory import RunDirectory, check_shared, with_absolute_paths
 from raytrain3d.gang.stop import StopFlag, StopRequested
+from raytrain3d.gang.telemetry import published
 from raytrain3d.gang.worker import RankSettings, TrainerFactory, make_trainer
 from raytrain3d.metrics.journal import Journal
 from raytrain3d.metrics.progress import Progress, make_progress
@@ -125,13 +126,14 @@ def _train(run: _Run) -> int:
         records = Records(directory.local)
         try:
             directory.log_settings()
-            with run.fleet(plan, directory.logs, stop) as fleet:
+            with (run.fleet(plan, directory.logs, stop) as fleet,
+                  published(config, plan, run.launcher, directory.local, progress.say) as listeners):
                 job = Job(config=config, plan=plan.with_replicas(fleet.replicas), directory=directory.location,
                           data=data_fingerprint(config),
                           store_host=run.launcher.address, serve_store=serve_store, check_nodes=run.check_nodes,
                           keep_plan=directory.keep_plan)
                 ending = Controller(job, fleet, stop=stop, mailboxes=mailboxes,
-                                    journal=Journal(progress, records, config.debug.slowdown)).run()
+                                    journal=Journal(progress, records, config.debug.slowdown, listeners)).run()
         except StopRequested as stopped:  # while waiting for capacity
             progress.say(f"{stopped}: stopped before any rank started")
             return stop.exit_code

@@ -182,7 +182,7 @@ class Saver:
         self._save, self.saved, self._saved_at = None, save.step, save.began
         self._journal.event(
             "checkpoint", save.step, f"checkpoint {save.directory}", directory=save.directory, pause_s=save.pause_s,
-            write_s=write_s, age_s=save.age_s, failures=save.tries,
+            write_s=write_s, age_s=save.age_s, state_time=time.time() - save.age_s, failures=save.tries,
             num_bytes=sum(receipt.file.size for receipt in receipts if receipt.file is not None))
         keep = self._config.checkpoint
         self._tidy(lambda: prune(self._directory, keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best,

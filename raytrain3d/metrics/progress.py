@@ -15,6 +15,9 @@ from raytrain3d.metrics.summary import StepSummary
 
 LINE_INTERVAL_S = 1.0
 """Plain lines come no faster than this, but for the first and the last step."""
+SHOWN_RANKS = 16
+"""Pipeline ranks in the live display."""
+BAR_WIDTH = 20
 RECENT_STEPS = 50
 """Time left is counted from the mean of as many recent steps."""
 
@@ -68,6 +71,23 @@ def figures(summary: StepSummary, num_steps: int, left_s: float) -> list[tuple[s
             ("idle", f"{summary.idle_share:.0%}"), ("imbalance", f"{summary.imbalance:.2f}"), ("left", duration(left_s))]
 
 
+def rank_table(summary: StepSummary) -> Table:
+    """A row for each pipeline rank: how its time was spent, and its idle share as a bar. Of many only the idlest and the
+    busiest ones."""
+    ranks = sorted(enumerate(summary.pipeline_ranks), key=lambda each: -each[1].idle_share)
+    half = SHOWN_RANKS // 2
+    shown = sorted(ranks if len(ranks) <= SHOWN_RANKS else ranks[:half] + ranks[-half:], key=lambda each: each[0])
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("pipeline rank", "compute", "stages", "reduce", "commit", "data", "idle"):
+        table.add_column(name, justify="right")
+    table.add_column("", width=BAR_WIDTH)
+    for rank, each in shown:
+        waits = (each.receive_wait_s, each.reduce_wait_s, each.commit_wait_s, each.data_wait_s)
+        table.add_row(str(rank), f"{each.compute_s:.3f} s", *(f"{wait:.3f}" for wait in waits), f"{each.idle_share:.0%}",
+                      ProgressBar(total=1.0, completed=min(each.idle_share, 1.0), width=BAR_WIDTH))
+    return table
+
+
 class PlainProgress:
     """Lines of text."""
 
@@ -92,7 +112,7 @@ class PlainProgress:
 
 
 class LiveProgress:
-    """A few figures that change in place, events scrolling above."""
+    """Figures of the step and of each pipeline rank that change in place, events scrolling above."""
 
     def __init__(self, output: TextIO, num_steps: int) -> None:
         self._console = Console(file=output, highlight=False)
@@ -111,7 +131,7 @@ class LiveProgress:
         for name, _ in shown:
             table.add_column(name, justify="right")
         table.add_row(*(text for _, text in shown))
-        self._live.update(Group(table, ProgressBar(total=self._num_steps, completed=summary.step)))
+        self._live.update(Group(table, ProgressBar(total=self._num_steps, completed=summary.step), rank_table(summary)))
 
     def say(self, text: str) -> None:
         self._console.print(Text(text))

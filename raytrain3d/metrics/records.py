@@ -16,6 +16,8 @@ from raytrain3d.plan.recompute import repeated_share
 from raytrain3d.plan.separate import median_cost
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
+Record = dict[str, Any]
+"""A line of either file."""
 
 
 class Records:
@@ -36,19 +38,22 @@ class Records:
         temporary.replace(self._metrics_path)
         self._metrics = self._metrics_path.open("a", buffering=1)
 
-    def step(self, summary: StepSummary, values: Mapping[str, Any] | None = None) -> None:
-        _append(self._metrics, {"time": time.time()} | summary.to_record() | dict(values or {}))
+    def step(self, summary: StepSummary, values: Mapping[str, Any] | None = None) -> Record:
+        """Returns what was written."""
+        return _append(self._metrics, {"time": time.time()} | summary.to_record() | dict(values or {}))
 
-    def event(self, kind: str, step: int, text: str, values: dict[str, Any]) -> None:
-        _append(self._events, {"time": time.time(), "event": kind, "step": step, "text": text} | values)
+    def event(self, kind: str, step: int, text: str, values: dict[str, Any]) -> Record:
+        """Returns what was written."""
+        return _append(self._events, {"time": time.time(), "event": kind, "step": step, "text": text} | values)
 
     def close(self) -> None:
         self._metrics.close()
         self._events.close()
 
 
-def _append(file: Any, record: dict[str, Any]) -> None:
+def _append(file: Any, record: Record) -> Record:
     file.write(json.dumps(record) + "\n")
+    return record
 
 
 def _step_of(line: str) -> float:

@@ -14,6 +14,9 @@ class PipelineRankSummary:
     """Means over the ranks that stand at one place of their pipelines, in seconds a step."""
 
     compute_s: float
+    forward_s: float
+    backward_s: float
+    """Weight gradients of split backwards among them."""
     receive_wait_s: float
     reduce_wait_s: float
     commit_wait_s: float
@@ -21,6 +24,17 @@ class PipelineRankSummary:
     optimizer_s: float
     idle_share: float
     """Share of the step in which its ranks did not compute."""
+    memory_bytes: int | None
+    """Of the rank that has most; absent where none has measured it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlaceSummary:
+    """Means over the tensor ranks at one place of one replica's pipeline."""
+
+    compute_s: float
+    """In a step."""
+    idle_share: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +73,8 @@ class StepSummary:
     idle_share: float
     """Mean over ranks."""
     pipeline_ranks: tuple[PipelineRankSummary, ...]
+    places: tuple[tuple[PlaceSummary | None, ...], ...]
+    """By replica, then by pipeline rank. None where nobody has reported: the replica takes no part, or was lost."""
     layer_forward_s: dict[int, float]
     """By layer: mean over the ranks that hold it, summed over a step's micro-batches."""
     layer_backward_s: dict[int, float]
@@ -93,7 +109,8 @@ def summarize(reports: Sequence[StepReport], mesh: Mesh, rebalance: RebalanceSum
     return StepSummary(
         step=first.step, loss=first.loss, tokens=first.tokens, gradient_norm=first.gradient_norm,
         learning_rate=first.learning_rate, skipped=first.skipped, seconds=max(r.seconds for r in reports),
-        idle_share=_mean(reports, lambda r: r.idle_share), pipeline_ranks=pipeline_ranks, rebalance=rebalance,
+        idle_share=_mean(reports, lambda r: r.idle_share), pipeline_ranks=pipeline_ranks, places=_places(reports, mesh),
+        rebalance=rebalance,
         layer_forward_s=_by_layer([r.layer_forward_s for r in reports]),
         layer_backward_s=_by_layer([r.layer_backward_s for r in reports]),
         layer_weight_s=_by_layer([r.layer_weight_s for r in reports]))
@@ -105,11 +122,29 @@ def _mean(reports: Sequence[StepReport], value: Callable[[StepReport], float]) -
 
 
 def _pipeline_rank(reports: Sequence[StepReport]) -> PipelineRankSummary:
+    memory = [r.memory_bytes for r in reports if r.memory_bytes is not None]
     return PipelineRankSummary(
-        compute_s=_mean(reports, lambda r: r.compute_s), receive_wait_s=_mean(reports, lambda r: r.receive_wait_s),
+        compute_s=_mean(reports, lambda r: r.compute_s), forward_s=_mean(reports, lambda r: sum(r.layer_forward_s.values())),
+        backward_s=_mean(reports, lambda r: sum(r.layer_backward_s.values()) + sum(r.layer_weight_s.values())),
+        receive_wait_s=_mean(reports, lambda r: r.receive_wait_s),
         reduce_wait_s=_mean(reports, lambda r: r.reduce_wait_s),
         commit_wait_s=_mean(reports, lambda r: r.commit_wait_s), data_wait_s=_mean(reports, lambda r: r.data_wait_s),
-        optimizer_s=_mean(reports, lambda r: r.optimizer_s), idle_share=_mean(reports, lambda r: r.idle_share))
+        optimizer_s=_mean(reports, lambda r: r.optimizer_s), idle_share=_mean(reports, lambda r: r.idle_share),
+        memory_bytes=max(memory, default=None))
+
+
+def _places(reports: Sequence[StepReport], mesh: Mesh) -> tuple[tuple[PlaceSummary | None, ...], ...]:
+    by_place: dict[tuple[int, int], list[StepReport]] = {}
+    for report in reports:
+        at = mesh.coordinate(report.rank)
+        by_place.setdefault((at.data, at.pipeline), []).append(report)
+
+    def place(replica: int, pipeline: int) -> PlaceSummary | None:
+        here = by_place.get((replica, pipeline))
+        return None if here is None else PlaceSummary(
+            compute_s=_mean(here, lambda r: r.compute_s), idle_share=_mean(here, lambda r: r.idle_share))
+
+    return tuple(tuple(place(replica, pipeline) for pipeline in range(mesh.pipeline)) for replica in range(mesh.data))
 
 
 def _by_layer(times: Sequence[dict[int, float]]) -> dict[int, float]:

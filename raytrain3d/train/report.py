@@ -66,6 +66,8 @@ class StepReport:
     """Waiting for gradient reductions after the last backward."""
     commit_wait_s: float
     optimizer_s: float
+    memory_bytes: int | None = None
+    """Most that was allocated on its GPU so far, or resident memory of its process on a CPU. Absent: not measured."""
     layer_forward_s: dict[int, float] = field(default_factory=dict)
     """By layer index, summed over micro-batches."""
     layer_backward_s: dict[int, float] = field(default_factory=dict)
@@ -96,7 +98,8 @@ def _merged(group: Sequence[StepReport]) -> StepReport:
     if len(group) == 1:
         return group[0]
     slowest = max(group, key=lambda r: r.compute_s)
-    return replace(slowest, seconds=max(r.seconds for r in group), **{
+    memory = max((r.memory_bytes for r in group if r.memory_bytes is not None), default=None)
+    return replace(slowest, seconds=max(r.seconds for r in group), memory_bytes=memory, **{
         name: sum(getattr(r, name) for r in group) / len(group)
         for name in ("compute_s", "data_wait_s", "receive_wait_s", "reduce_wait_s", "commit_wait_s", "optimizer_s")})
 

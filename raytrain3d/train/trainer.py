@@ -46,6 +46,7 @@ from raytrain3d.train.finite import FiniteWatch
 from raytrain3d.train.holding import Holding, LayerBuilder
 from raytrain3d.train.initial import initial_weights
 from raytrain3d.train.lr import learning_rate
+from raytrain3d.train.memory import memory_in_use
 from raytrain3d.train.position import Phase, Position
 from raytrain3d.train.report import EvaluationReport, Origin, SetReport, StepReport, Stopwatch, Timeline
 from raytrain3d.train.standing import Standing
@@ -452,6 +453,7 @@ class Trainer:
             compute_s=times.compute, data_wait_s=watch.lap_of("data_wait"),
             receive_wait_s=times.receive_wait, reduce_wait_s=watch.lap_of("reduce_wait"),
             commit_wait_s=watch.lap_of("commit_wait"), optimizer_s=watch.lap_of("optimizer"),
+            memory_bytes=memory_in_use(self._device),
             layer_forward_s=dict(times.forward), layer_backward_s=dict(times.backward),
             layer_weight_s=dict(times.weight), timeline=self._timeline(n, run),
         )

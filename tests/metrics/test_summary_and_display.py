@@ -11,7 +11,8 @@ import pytest
 from raytrain3d.config import DataConfig, JobConfig, ModelConfig, PipelineConfig, RunConfig, SlowdownConfig, TrainConfig
 from raytrain3d.metrics.journal import Journal
 from raytrain3d.metrics.logs import PACKAGE, close_log, log_to_file
-from raytrain3d.metrics.progress import LiveProgress, PlainProgress, TimeLeft, duration, make_progress
+from raytrain3d.metrics.progress import (SHOWN_RANKS, LiveProgress, PlainProgress, TimeLeft, duration, make_progress,
+                                         rank_table)
 from raytrain3d.metrics.records import Records, measured_costs
 from raytrain3d.metrics.summary import RebalanceSummary, StepSummary, summarize
 from raytrain3d.plan.mesh import Mesh
@@ -95,8 +96,17 @@ def test_the_live_display_shows_every_figure() -> None:
     progress.step(summary(4))
     progress.say("validation [loss] 2.5")
     progress.close()
-    for words in ("tokens/s", "gradient norm", "imbalance", "4/10", "3.0000", "left", "validation [loss] 2.5"):
+    for words in ("tokens/s", "gradient norm", "imbalance", "4/10", "3.0000", "left", "validation [loss] 2.5",
+                  "pipeline rank", "1.000 s", "50%"):
         assert words in output.getvalue()
+
+
+def test_of_many_pipeline_ranks_the_idlest_and_the_busiest_are_shown() -> None:
+    ranks = 64
+    reports = [report(rank, compute=0.02 * (rank + 1)) for rank in range(ranks)]
+    table = rank_table(summarize(reports, Mesh(pipeline=ranks)))
+    assert list(table.columns[0].cells) == [*map(str, range(8)), *map(str, range(56, 64))]
+    assert next(iter(table.columns[6].cells)) == "99%" and table.row_count == SHOWN_RANKS
 
 
 def test_time_left_before_and_after_some_steps_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,8 @@ class FakeTrainer:
     def _report(self, n: int, stop: bool, seconds: float) -> StepReport:
         return StepReport(step=n, rank=self._rank, loss=5.0 / n, tokens=100, gradient_norm=1.0, learning_rate=1e-3,
                           stop=stop, seconds=seconds, compute_s=seconds / 2, data_wait_s=0.0, receive_wait_s=0.0,
-                          reduce_wait_s=0.0, commit_wait_s=seconds / 2, optimizer_s=0.0, layer_forward_s={0: 0.1})
+                          reduce_wait_s=0.0, commit_wait_s=seconds / 2, optimizer_s=0.0, memory_bytes=2**20,
+                          layer_forward_s={0: 0.1})
 
     def evaluate(self) -> EvaluationReport:
         self._exchange(False)
