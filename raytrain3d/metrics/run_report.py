@@ -149,13 +149,13 @@ def _recorded_blocks(line: RecordedStep, offset: float) -> list[Block]:
 
 def _simulated_timeline(run: RunFiles) -> str:
     plan, (_, steps) = run.plan, run.splits()[-1]
-    share = max(steps[-1]["shares"])
+    share: int = max(steps[-1]["shares"])
     layers = run.layer_seconds(steps[-WINDOW:])
 
     def seconds(op: Op) -> float:
         """Of one micro-batch; the two halves of a split backward are taken as equal."""
         times = [layers[layer] for layer in plan.layers_of(op.stage)]
-        forward, backward = float(sum(each[0] for each in times)) / share, float(sum(each[1] for each in times)) / share
+        forward, backward = sum(each[0] for each in times) / share, sum(each[1] for each in times) / share
         return forward if op.kind is Kind.FORWARD else backward if op.kind is Kind.BACKWARD else backward / 2
 
     simulated = simulate(programs_for(plan.schedule, plan.mesh.pipeline, share, plan.chunks), seconds)
