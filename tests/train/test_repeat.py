@@ -11,8 +11,8 @@ from parity import assemble, gradients_and_weights, keep_last_gradients
 
 from raytrain3d.checkpoint.store import commit, step_directory
 from raytrain3d.config import JobConfig
-from raytrain3d.plan.plan import Plan
-from raytrain3d.train.report import StepReport
+from raytrain3d.plan.plan import Plan, make_plan
+from raytrain3d.train.report import Origin, StepReport
 from raytrain3d.train.trainer import Trainer
 
 pytestmark = pytest.mark.dist
@@ -161,14 +161,18 @@ def poison(trainer: Trainer) -> None:
     for index in trainer.states:
         if index == 2:
             with torch.no_grad():
-                trainer.states[index].weights[0] = float("nan")
+                trainer.states[index].kept_weights[0][0] = float("nan")
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing_anywhere(run_job: JobRunner) -> None:
-    config = small_job(mesh={"pipeline": 2, "data": 2})
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_a_gradient_that_is_not_finite_changes_nothing_anywhere(sharding: str, run_job: JobRunner) -> None:
+    """And who holds the layer names it: its weights went bad."""
+    config = small_job(mesh={"pipeline": 2, "data": 2}, train={"sharding": sharding})
     before = run_job(config, 0, after=every_buffer)
     after = run_job(config, 1, before=poison, after=every_buffer)
-    for (_, clean), (reports, buffers) in zip(before, after, strict=True):
+    for rank, ((_, clean), (reports, buffers)) in enumerate(zip(before, after, strict=True)):
         assert reports[0].skipped
         same = [torch.equal(values, clean[name]) for name, values in buffers.items()]
         assert same.count(False) <= 1
+        holds_it = rank % 2 == make_plan(config).stage_of(2)
+        assert reports[0].origin == (Origin(layer="blocks.1", place="weights", op=None) if holds_it else None)
