@@ -214,7 +214,7 @@ def _how(decision: GoOn) -> str:
         parts.append(f"{ranks_text(ranks)} filled from {ranks_text(donors)}")
     if decision.forward:
         parts.append(f"step {decision.step}, which was agreed on, carried out by {ranks_text(decision.forward)}")
-    return ", ".join(parts) or "nobody has lost anything"
+    return ", ".join(parts) or "the others hold all that there is"
 
 
 def _gangs(replicas: Sequence[int]) -> str:
