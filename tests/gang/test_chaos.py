@@ -14,7 +14,7 @@ import pytest
 from chaos import MOVE_POINTS, RECOVERY_POINTS, STEP_POINTS, Kill, kills_left, plan_kills, steps_begun
 from chaos_jobs import SAVE, STEPS, Outcome, Undisturbed, assert_ranks_left_nothing, lines, make_job, outcome, run
 
-from raytrain3d.config import JobConfig, PipelineConfig
+from raytrain3d.config import JobConfig, MeshConfig, PipelineConfig
 from raytrain3d.plan.mesh import Mesh
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("nothing_left")]
@@ -101,8 +101,8 @@ def test_both_replicas_of_a_shard_come_back_from_the_checkpoint(undisturbed: Und
 @pytest.mark.parametrize("sharding", ["optimizer", "gradients", "full"])
 def test_shard_groups_fill_each_other(sharding: str, undisturbed: Undisturbed) -> None:
     """Replicas 0 and 1 share a state, and so do 2 and 3: what a rank of one group held is in the other one, too."""
-    jobs = [replace(make_job(undisturbed.directory, f"{name}-{sharding}", (4, 1, 1), sharding=sharding, shard_group=2),
-                    pipeline=PipelineConfig()) for name in ("calm-groups", "groups")]
+    jobs = [replace(make_job(undisturbed.directory, f"{name}-{sharding}", (4, 2, 1), sharding=sharding, shard_group=2),
+                    mesh=MeshConfig(data=4), pipeline=PipelineConfig()) for name in ("calm-groups", "groups")]
     plan_kills(jobs[0], [])
     run(jobs[0], move=False)
     plan_kills(jobs[1], [Kill(rank=1, point="backward", step=9), Kill(rank=2, point="agreed", step=21)])

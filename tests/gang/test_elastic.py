@@ -116,7 +116,9 @@ def kill(config: JobConfig, rank: int) -> None:
 @pytest.mark.usefixtures("nothing_left")
 def test_a_job_starts_with_few_takes_a_gang_in_and_does_without_a_lost_one(undisturbed: Undisturbed,
                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    config = elastic(undisturbed, "elastic")
+    """With snapshots, whose ring changes with the ranks."""
+    calm = elastic(undisturbed, "elastic")
+    config = replace(calm, recovery=replace(calm.recovery, snapshot_interval=4))
     rooms = Rooms(config)
     rooms.take(0)
     plan_kills(config, [])
