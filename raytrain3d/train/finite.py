@@ -23,7 +23,8 @@ class FiniteWatch:
     def __init__(self, modules: Mapping[int, nn.Module], states_of: Callable[[int], Iterable[LayerState]],
                  names: Sequence[str], op: Callable[[], str | None]) -> None:
         self._modules, self._states_of, self._names, self._op = modules, states_of, names, op
-        self._bad_gradient_came: set[int] = set()
+        self._spoilt: set[int] = set()
+        """Layers that were given what is not finite, from before or from behind: no wonder then."""
         self.found: Origin | None = None
         """The first one."""
 
@@ -41,11 +42,11 @@ class FiniteWatch:
                 hook.remove()
 
     def before(self, kind: Kind, layer: int) -> None:
-        self._bad_gradient_came.discard(layer)
+        pass
 
     def after(self, kind: Kind, layer: int, *, last: bool) -> None:
         """Before its reduction begins, which spreads what is not finite over all replicas."""
-        if kind is not Kind.FORWARD and layer not in self._bad_gradient_came and not self._gradients_finite(layer):
+        if kind is not Kind.FORWARD and not self._gradients_finite(layer):
             self._note(layer, "gradient")
 
     def look_at_sums(self) -> None:
@@ -61,16 +62,17 @@ class FiniteWatch:
     def _look_at(self, layer: int) -> Callable[[nn.Module, tuple[Any, ...], Tensor], None]:
         def left(gradient: Tensor) -> None:
             if not is_finite(gradient):
-                self._bad_gradient_came.add(layer)
+                self._spoilt.add(layer)
 
         def entered(gradient: Tensor) -> None:
-            if layer not in self._bad_gradient_came and not is_finite(gradient):
+            if not is_finite(gradient):
                 self._note(layer, "backward")
-                self._bad_gradient_came.add(layer)
 
         def look(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
             entering = arguments[0]
-            if is_finite(entering) and not is_finite(output):
+            if not is_finite(entering):
+                self._spoilt.add(layer)
+            if not is_finite(output):
                 self._note(layer, "forward")
             if output.requires_grad:
                 output.register_hook(left)  # type: ignore[no-untyped-call]
@@ -80,7 +82,7 @@ class FiniteWatch:
         return look
 
     def _note(self, layer: int, place: Place) -> None:
-        if self.found is None:
+        if self.found is None and layer not in self._spoilt:
             self.found = Origin(layer=self._names[layer], place=place, op=self._op())
 
 

@@ -72,7 +72,7 @@ def test_the_culprit_is_named_in_every_trial(how: str, seed: int, undisturbed: U
 @pytest.mark.slow
 def test_the_first_of_four_receives_wakes_when_the_last_rank_is_killed(undisturbed: Undisturbed) -> None:
     """Each of ranks 0 to 3 waits for a gradient from the next one, and rank 4 dies before it makes any."""
-    calm = make_job(undisturbed.directory, "four-receives", (1, 5, 1), global_batch=8)
+    calm = make_job(undisturbed.directory, "four-receives", (1, 2, 1), global_batch=8)
     config = replace(calm, mesh=MeshConfig(pipeline=5), pipeline=PipelineConfig(layers=(2, 1, 1, 1, 1)),
                      recovery=replace(calm.recovery, deaths=0))
     plan_kills(config, [Kill(rank=4, point="forward", step=5)])
