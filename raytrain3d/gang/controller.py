@@ -5,6 +5,7 @@ reports, shows and records them, and listens for a wish to stop. Nothing here de
 """
 
 import enum
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -95,6 +96,7 @@ class Controller:
             serve=lambda: job.serve_store(job.store_host, job.config.network.store_port))
         self._state = State.STARTING
         self._step = self._tended = 0
+        self._looked = time.monotonic()
         self._stability = Stability(job.config.stability, journal)
         self._saver = Saver(fleet, journal, job.config, job.directory, job.data, self._stability.skipped_steps)
         self._goodput = Goodput()
@@ -246,16 +248,22 @@ class Controller:
         self._goodput.begin()
         lease = self._fleet.train(self._step + 1, last, self._stability.left_out)
         while (end := self._fleet.wait(lease, POLL_S, self._rebalancer.plan)) is None:
-            self._read_reports()
-            self._saver.poll(training=True)
-            self._listen()
-            self._members.look(self._done, self._rebalancer.plan)
+            self._look_around()
             if self._stop.reason is not None or self._stability.alarm or self._members.alarm:
                 self._fleet.request_stop()
+        if time.monotonic() - self._looked >= POLL_S:  # leases may be too short to be seen while they last
+            self._look_around()
         self._listen()
         self._step = end.step
         if end.skipped or end.step < last:
             self._read_reports(until=end.step)
+
+    def _look_around(self) -> None:
+        self._looked = time.monotonic()
+        self._read_reports()
+        self._saver.poll(training=True)
+        self._listen()
+        self._members.look(self._done, self._rebalancer.plan)
 
     def _is_due(self, interval: int | None) -> bool:
         return interval is not None and self._step % interval == 0

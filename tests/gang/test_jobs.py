@@ -108,7 +108,7 @@ def test_a_job_is_stopped_and_asked_through_the_dashboard(head: RayHead, place: 
     done = head.run(*submit, cwd=tmp_path)
     assert done.returncode == 0 and f"raytrain3d stop third --address {head.url}" in done.stdout, done.stderr
     metrics = place / "third" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and bool(metrics.read_text()), 60)
+    wait_until(lambda: metrics.exists() and bool(metrics.read_text()), 90)
 
     again = head.run(*submit, cwd=tmp_path)
     assert again.returncode == 2 and "run.name is 'third': job third-" in again.stderr

@@ -92,6 +92,14 @@ def test_a_job_resumes_by_itself_and_says_so(tmp_path: Path) -> None:
         run(fixed)
 
 
+def test_steps_are_seen_while_leases_are_short_and_nothing_is_due(tmp_path: Path) -> None:
+    config = fake_job(tmp_path, steps=200)
+    config = replace(config, train=replace(config.train, lease=2))  # 0.04 s
+    _, text = run(config)
+    seen = [int(line.split("/")[0].removeprefix("step ")) for line in text.splitlines() if line.startswith("step ")]
+    assert len(seen) >= 4 and sum(20 < step < 180 for step in seen) >= 2
+
+
 def test_one_rank_runs_inline(tmp_path: Path) -> None:
     config = fake_job(tmp_path, mesh=(1, 1, 1), steps=3)
     assert run(config, "inline")[0] == 0
