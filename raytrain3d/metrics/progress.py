@@ -7,6 +7,7 @@ from typing import Protocol, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -17,7 +18,7 @@ LINE_INTERVAL_S = 1.0
 """Plain lines come no faster than this, but for the first and the last step."""
 SHOWN_RANKS = 16
 """Pipeline ranks in the live display."""
-BAR_WIDTH = 20
+BAR_WIDTH = 10
 RECENT_STEPS = 50
 """Time left is counted from the mean of as many recent steps."""
 
@@ -72,13 +73,13 @@ def figures(summary: StepSummary, num_steps: int, left_s: float) -> list[tuple[s
 
 
 def rank_table(summary: StepSummary) -> Table:
-    """A row for each pipeline rank: how its time was spent, and its idle share as a bar. Of many only the idlest and the
+    """A row for each pipeline rank: compute and waits in seconds, idle share as a bar too. Of many only the idlest and the
     busiest ones."""
     ranks = sorted(enumerate(summary.pipeline_ranks), key=lambda each: -each[1].idle_share)
     half = SHOWN_RANKS // 2
     shown = sorted(ranks if len(ranks) <= SHOWN_RANKS else ranks[:half] + ranks[-half:], key=lambda each: each[0])
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("pipeline rank", "compute", "stages", "reduce", "commit", "data", "idle"):
+    for name in ("rank", "compute", "stages", "reduce", "commit", "data", "idle"):
         table.add_column(name, justify="right")
     table.add_column("", width=BAR_WIDTH)
     for rank, each in shown:
@@ -131,7 +132,8 @@ class LiveProgress:
         for name, _ in shown:
             table.add_column(name, justify="right")
         table.add_row(*(text for _, text in shown))
-        self._live.update(Group(table, ProgressBar(total=self._num_steps, completed=summary.step), rank_table(summary)))
+        bar = Padding(ProgressBar(total=self._num_steps, completed=summary.step), 0)  # a bar alone does not end its line
+        self._live.update(Group(table, bar, rank_table(summary)))
 
     def say(self, text: str) -> None:
         self._console.print(Text(text))

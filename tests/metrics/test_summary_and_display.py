@@ -97,7 +97,7 @@ def test_the_live_display_shows_every_figure() -> None:
     progress.say("validation [loss] 2.5")
     progress.close()
     for words in ("tokens/s", "gradient norm", "imbalance", "4/10", "3.0000", "left", "validation [loss] 2.5",
-                  "pipeline rank", "1.000 s", "50%"):
+                  "1.000 s", "reduce", "50%"):
         assert words in output.getvalue()
 
 
