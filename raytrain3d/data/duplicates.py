@@ -21,7 +21,7 @@ RANGE_DOCUMENTS = 1 << 22
 
 
 def hashes_file(directory: str, piece: int) -> Path:
-    return Path(directory) / f"hashes-{piece:05d}.npy"
+    return Path(directory) / f"hashes-{piece:05d}.bin"
 
 
 def hash_piece(work: Work, piece: Piece) -> None:
@@ -43,7 +43,7 @@ def hash_piece(work: Work, piece: Piece) -> None:
 
 def mark_duplicates(directory: str, num_pieces: int) -> None:
     """Writes for each piece which of its documents repeat an earlier one of it or of a piece before."""
-    pieces = [np.load(hashes_file(directory, number), mmap_mode="r") for number in range(num_pieces)]
+    pieces = [_mapped(hashes_file(directory, number)) for number in range(num_pieces)]
     repeated: list[list[npt.NDArray[np.uint32]]] = [[] for _ in pieces]
     ranges = -(-sum(map(len, pieces)) // RANGE_DOCUMENTS) or 1
     edges = [(1 << 64) * edge // ranges for edge in range(ranges + 1)]
@@ -69,9 +69,14 @@ def _between(hashes: npt.NDArray[np.void], first: int, last: int) -> npt.NDArray
     return hashes[start:stop]
 
 
+def _mapped(file: Path) -> npt.NDArray[np.void]:
+    """What `_save` wrote. An empty file cannot be mapped."""
+    return np.memmap(file, dtype=_HASH, mode="r") if file.stat().st_size else np.empty(0, dtype=_HASH)
+
+
 def _save(file: Path, values: npt.NDArray[np.generic]) -> None:
     """Whole or absent."""
     partial = file.with_name(f".{file.name}")
     with partial.open("wb") as stream:
-        np.save(stream, values)
+        values.tofile(stream)
     partial.rename(file)

@@ -61,7 +61,7 @@ def record_file(directory: str, piece: int) -> Path:
 
 def duplicates_file(directory: str, piece: int) -> Path:
     """Which documents of a piece repeat earlier ones, as sorted numbers."""
-    return Path(directory) / f"duplicates-{piece:05d}.npy"
+    return Path(directory) / f"duplicates-{piece:05d}.bin"
 
 
 def read_result(directory: str, piece: int) -> PieceResult | None:
@@ -121,7 +121,8 @@ class _Tokenizing:
         """Parts of documents that are neither bad nor duplicates."""
         repeated: frozenset[int] = frozenset()
         if self._work.drop_duplicates:
-            repeated = frozenset(np.load(duplicates_file(self._work.directory, self._piece.number)).tolist())
+            file = duplicates_file(self._work.directory, self._piece.number)
+            repeated = frozenset(np.fromfile(file, dtype=np.uint32).tolist())
         number = 0
         for record in read_piece(self._piece, self._work.reading):
             self._rows = record.row
