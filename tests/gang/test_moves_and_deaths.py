@@ -52,6 +52,9 @@ class MortalTrainer(Trainer):
         return sent
 
     def adopt(self, stages: Stages, shares: tuple[int, ...]) -> None:
+        if stages == self._plan.stages:  # no move: at the start all ranks are told what they have
+            super().adopt(stages, shares)
+            return
         role = "source" if self._at.pipeline == 0 else "target"
         self._meet(role, "before adopt")
         super().adopt(stages, shares)

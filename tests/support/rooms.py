@@ -1,9 +1,12 @@
 """Local gangs that have a place or not, as files in run.directory say: a cluster that loses and gets nodes."""
 
+import socket
+import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from chaos import ChaosTrainer
@@ -11,7 +14,7 @@ from chaos import ChaosTrainer
 from raytrain3d.config import JobConfig
 from raytrain3d.gang.handle import Gangs
 from raytrain3d.gang.launchers import LOOPBACK, LocalLauncher, Say
-from raytrain3d.gang.local import LocalGang, Spares
+from raytrain3d.gang.local import LocalGang, Spares, Started
 from raytrain3d.gang.network import rank_environment
 from raytrain3d.gang.stop import StopFlag
 from raytrain3d.gang.worker import RankSettings
@@ -60,13 +63,27 @@ class PacedTrainer(ChaosTrainer):
         return super().step(n)
 
 
+class RoomGang(LocalGang):
+    """A gang of which new processes come up only where there is room."""
+
+    def __init__(self, settings: Sequence[RankSettings], environment: Mapping[str, str], rooms: Rooms) -> None:
+        self._rooms, self._replica = rooms, settings[0].plan.mesh.coordinate(settings[0].rank).data
+        super().__init__(settings, environment, Spares(0, "", environment))
+
+    def _start(self, settings: RankSettings) -> Started:
+        if self._rooms.has(self._replica):
+            return super()._start(settings)
+        ours, theirs = socket.socketpair()
+        with theirs:  # it never answers, as an actor that waits for a node
+            return subprocess.Popen(["sleep", "600"], pass_fds=[theirs.fileno()]), Connection(ours.detach())
+
+
 class LocalGangs:
     """Gangs of local processes in these rooms."""
 
     def __init__(self, settings: Sequence[RankSettings]) -> None:
         self._settings, config = settings, settings[0].config
         self._environment, self._rooms = rank_environment(config, LOOPBACK), Rooms(config)
-        self._spares = Spares(0, "", self._environment)
         self._starting: dict[int, LocalGang] = {}
         self.present: dict[int, LocalGang] = {}
         for replica in self.places():
@@ -88,7 +105,7 @@ class LocalGangs:
 
     def start(self, replica: int, plan: Plan) -> LocalGang:
         settings = [replace(self._settings[rank], plan=plan) for rank in plan.mesh.gang(replica)]
-        gang = self._starting[replica] = LocalGang(settings, self._environment, self._spares)
+        gang = self._starting[replica] = RoomGang(settings, self._environment, self._rooms)
         return gang
 
     def admit(self, replica: int) -> None:
