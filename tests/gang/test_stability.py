@@ -31,7 +31,8 @@ class Diary:
 
 def summary(step: int, loss: float, *, skipped: bool = False) -> StepSummary:
     return StepSummary(step=step, loss=loss, tokens=1, gradient_norm=1.0, learning_rate=1.0, skipped=skipped, seconds=1.0,
-                       idle_share=0.0, pipeline_ranks=(), layer_forward_s={}, layer_backward_s={}, layer_weight_s={})
+                       idle_share=0.0, pipeline_ranks=(), places=(), layer_forward_s={}, layer_backward_s={},
+                       layer_weight_s={})
 
 
 def report(step: int, rank: int, origin: Origin | None) -> StepReport:
