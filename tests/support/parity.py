@@ -74,7 +74,7 @@ class Reference:
 
     def __call__(self, config: JobConfig) -> tuple[list[StepReport], dict[str, Tensor], dict[str, Tensor]]:
         alone = unsharded(config)
-        key = repr((alone.model, alone.train))
+        key = repr((alone.model, alone.train, alone.data))
         if key not in self._done:
             self._done[key] = results(self._run, alone)
         return self._done[key]
