@@ -6,21 +6,17 @@ now and then. Besides the token data, the only file that imports pyarrow, and on
 
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader, RawIOBase
-from typing import Any, TypeVar
+from typing import Any
 
 from pyarrow.fs import FileSelector, FileSystem, FileType
 
 from raytrain3d.checkpoint.storage import PARTIAL, OpenFile, errors_named
 from raytrain3d.errors import CheckpointError
+from raytrain3d.files import retried
 
-T = TypeVar("T")
-WAITS_S = (0.5, 2.0)
-"""Between the tries of one request. Few, since clients of object stores try again by themselves, and a save that fails is
-tried again as a whole."""
 BLOCK_BYTES = 1 << 22
 
 
@@ -31,18 +27,6 @@ def open_remote(location: str) -> "RemoteFolder":
     except (ValueError, OSError) as error:
         raise CheckpointError(f"cannot open storage {location}: {error}") from error
     return RemoteFolder(filesystem, root)
-
-
-def retried(action: Callable[[], T]) -> T:
-    """What `action` returns, tried again after an OSError, but for a file that is not there."""
-    for wait_s in WAITS_S:
-        try:
-            return action()
-        except FileNotFoundError:
-            raise
-        except OSError:
-            time.sleep(wait_s)
-    return action()
 
 
 class RemoteFolder:

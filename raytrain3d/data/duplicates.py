@@ -14,6 +14,7 @@ import numpy.typing as npt
 from raytrain3d.data.pieces import Piece
 from raytrain3d.data.records import Record, read_piece
 from raytrain3d.data.tokenize import Work, duplicates_file
+from raytrain3d.files import write_whole
 
 _HASH = np.dtype([("high", "<u8"), ("low", "<u8"), ("document", "<u4")])
 RANGE_DOCUMENTS = 1 << 22
@@ -38,7 +39,7 @@ def hash_piece(work: Work, piece: Piece) -> None:
                 hashing = new()
     hashes = np.array(found, dtype=_HASH)
     hashes.sort(order=("high", "low", "document"))
-    _save(hashes_file(work.directory, piece.number), hashes)
+    write_whole(hashes_file(work.directory, piece.number), hashes.tobytes())
 
 
 def mark_duplicates(directory: str, num_pieces: int) -> None:
@@ -58,7 +59,8 @@ def mark_duplicates(directory: str, num_pieces: int) -> None:
         for number in np.unique(owner[later]):
             repeated[number].append(together["document"][later[owner[later] == number]])
     for number, documents in enumerate(repeated):
-        _save(duplicates_file(directory, number), np.sort(np.concatenate([np.empty(0, np.uint32), *documents])))
+        repeats = np.sort(np.concatenate([np.empty(0, np.uint32), *documents]))
+        write_whole(duplicates_file(directory, number), repeats.tobytes())
 
 
 def _between(hashes: npt.NDArray[np.void], first: int, last: int) -> npt.NDArray[np.void]:
@@ -70,13 +72,5 @@ def _between(hashes: npt.NDArray[np.void], first: int, last: int) -> npt.NDArray
 
 
 def _mapped(file: Path) -> npt.NDArray[np.void]:
-    """What `_save` wrote. An empty file cannot be mapped."""
+    """What `hash_piece` wrote. An empty file cannot be mapped."""
     return np.memmap(file, dtype=_HASH, mode="r") if file.stat().st_size else np.empty(0, dtype=_HASH)
-
-
-def _save(file: Path, values: npt.NDArray[np.generic]) -> None:
-    """Whole or absent."""
-    partial = file.with_name(f".{file.name}")
-    with partial.open("wb") as stream:
-        values.tofile(stream)
-    partial.rename(file)

@@ -3,24 +3,20 @@
 import hashlib
 import os
 import tempfile
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 from uuid import uuid4
 
 from pyarrow.fs import FileSystem
 
 from raytrain3d.config import DataConfig
 from raytrain3d.errors import DataError
+from raytrain3d.files import retried
 
-T = TypeVar("T")
 GIB = 1 << 30
 BLOCK_BYTES = 1 << 22
-WAITS_S = (0.5, 2.0)
-"""Between the tries of one request."""
 MOST_MAPPED = 1 << 14
 """Files that one process maps at a time; Linux allows some 65,000."""
 
@@ -117,18 +113,6 @@ class CachedFolder:
                 return
             file.unlink(missing_ok=True)
             total -= size
-
-
-def retried(action: Callable[[], T]) -> T:
-    """What `action` returns, tried again after an OSError, but for a file that is not there."""
-    for wait_s in WAITS_S:
-        try:
-            return action()
-        except FileNotFoundError:
-            raise
-        except OSError:
-            time.sleep(wait_s)
-    return action()
 
 
 def open_folder(path: str, cache: Cache) -> Folder:

@@ -23,12 +23,12 @@ from raytrain3d.data.folder import LocalFolder
 from raytrain3d.data.manifest import SPLITS, DatasetManifest, write_manifest
 from raytrain3d.data.pieces import Piece, cut
 from raytrain3d.data.records import BadRecord, Reading
-from raytrain3d.data.tokenize import (PieceResult, Work, duplicates_file, read_result, record_file, tokenize_piece,
-                                      write_whole)
+from raytrain3d.data.tokenize import PieceResult, Work, duplicates_file, read_result, record_file, tokenize_piece
 from raytrain3d.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from raytrain3d.data.tokens import Dataset
 from raytrain3d.data.workers import LocalProcesses, Workers, available_cores
 from raytrain3d.errors import DataError
+from raytrain3d.files import write_whole
 
 PIECE_BYTES = 32 << 20
 SHARD_TOKENS = 1 << 24

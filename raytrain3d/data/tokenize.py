@@ -5,7 +5,6 @@ whenever it is done.
 """
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -20,6 +19,7 @@ from raytrain3d.data.records import BadRecord, Reading, Record, read_piece
 from raytrain3d.data.shards import SplitWriter
 from raytrain3d.data.tokenizer import open_tokenizer
 from raytrain3d.errors import DataError
+from raytrain3d.files import write_whole
 
 BATCH_BYTES = 1 << 20
 """Text that is encoded at a time."""
@@ -79,13 +79,6 @@ def tokenize_piece(work: Work, piece: Piece) -> PieceResult:
     result = _Tokenizing(work, piece).run()
     write_whole(record_file(work.directory, piece.number), json.dumps(asdict(result)).encode())
     return result
-
-
-def write_whole(file: Path, content: bytes) -> None:
-    """Under another name first: the file is whole or absent."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_bytes(content)
-    partial.rename(file)
 
 
 class _Tokenizing:

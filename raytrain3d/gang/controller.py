@@ -14,11 +14,11 @@ from raytrain3d.config import JobConfig
 from raytrain3d.errors import RayTrain3DError
 from raytrain3d.gang.fleet import DRAIN_S, POLL_S, Fleet, FleetFailed
 from raytrain3d.gang.mailbox import Mailbox, Status, now
-from raytrain3d.gang.resume import check_resume, resume
-from raytrain3d.gang.saving import Saver
 from raytrain3d.gang.membership import Membership
 from raytrain3d.gang.rebalancer import Rebalancer
 from raytrain3d.gang.recoverer import Recoverer, Store
+from raytrain3d.gang.resume import check_resume, resume
+from raytrain3d.gang.saving import Saver
 from raytrain3d.gang.stability import Stability
 from raytrain3d.gang.stop import StopFlag, StopRequested
 from raytrain3d.metrics.expected import Expected

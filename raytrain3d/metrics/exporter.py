@@ -5,7 +5,6 @@ A scrape is answered by a thread of its own from a snapshot, so the driver's loo
 
 import errno
 import json
-import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from raytrain3d.errors import ConfigError
+from raytrain3d.files import write_whole
 from raytrain3d.metrics.catalogue import PREFIX, RUN
 from raytrain3d.metrics.run_metrics import RunMetrics
 
@@ -69,7 +69,8 @@ class Exporter:
         self._targets = None if directory is None else directory / f"{metrics.run}{TARGETS}"
         if self._targets is not None:
             target = [{"targets": [f"{_bracketed(host)}:{self.port}"], "labels": {}}]
-            _write_whole(self._targets, json.dumps(target) + "\n")
+            self._targets.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._targets, (json.dumps(target) + "\n").encode())  # read whenever it changes
 
     def close(self) -> None:
         if self._targets is not None:
@@ -108,11 +109,3 @@ def _server(registry: CollectorRegistry, address: str, first: int) -> ThreadingW
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Whole or not at all: Prometheus reads the file whenever it changes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text)
-    partial.replace(path)

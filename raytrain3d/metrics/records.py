@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain3d.config import JobConfig
+from raytrain3d.files import write_whole
 from raytrain3d.metrics.summary import StepSummary
 from raytrain3d.plan.cost import LayerCost, layer_costs
 from raytrain3d.plan.measured import WINDOW
@@ -33,9 +34,7 @@ class Records:
         """The run goes on after `step`: lines of later steps, which a resumed run does again, are dropped."""
         self._metrics.close()
         kept = [line for line in self._metrics_path.read_text().splitlines() if _step_of(line) <= step]
-        temporary = self._metrics_path.with_suffix(".partial")
-        temporary.write_text("".join(line + "\n" for line in kept))
-        temporary.replace(self._metrics_path)
+        write_whole(self._metrics_path, "".join(line + "\n" for line in kept).encode())
         self._metrics = self._metrics_path.open("a", buffering=1)
 
     def step(self, summary: StepSummary, values: Mapping[str, Any] | None = None) -> Record:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raytrain3d.checkpoint import remote
+from raytrain3d import files
 from raytrain3d.checkpoint.remote import RemoteFolder
 from raytrain3d.checkpoint.storage import (
     Folder,
@@ -129,7 +129,7 @@ class Flaky:
 
 
 def test_a_request_that_fails_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "WAITS_S", (0.001, 0.001))
+    monkeypatch.setattr(files, "WAITS_S", (0.001, 0.001))
     flaky = Flaky(tmp_path)
     folder = RemoteFolder(flaky, "a")
     flaky.failures.update(create_dir=1, open_output_stream=1, get_file_info=2, open_input_file=2)

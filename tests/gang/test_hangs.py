@@ -4,6 +4,7 @@ The normal run has one job with a fault of every kind; `pytest -m slow tests/gan
 """
 
 import random
+import re
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -49,7 +50,7 @@ def check(config: JobConfig, faults: list[tuple[Kill, str | None]], undisturbed:
     assert len(failures) == len(faults), text
     for (fault, op), failure in zip(faults, failures, strict=True):
         assert failure["ranks"] == [fault.rank], text
-        assert any(f"in step {step}" in failure["text"] for step in steps_named(fault)), failure["text"]
+        assert any(re.search(rf"in step {step}\b", failure["text"]) for step in steps_named(fault)), failure["text"]
         assert op is None or f"op {op}:" in failure["text"], failure["text"]
         if fault.how in ("sleep", "skip"):
             assert 'File "' in failure["details"], "the stack of the culprit"

@@ -111,14 +111,17 @@ def test_a_killed_rank_ends_the_job_with_its_name(cluster: str, tmp_path: Path) 
     assert "Worker unexpectedly exits" in first
 
 
-def test_a_killed_actor_is_replaced_in_its_bundle(cluster: str, tmp_path: Path) -> None:
-    config = fake_job(tmp_path, steps=10_000, mesh=(2, 2, 1), deaths=1)
+def run_with_a_kill(config: JobConfig, victim: str, cluster: str, *,
+                    waiting_for: str | None = None) -> tuple[str, dict[str, int], dict[str, int]]:
+    """(what was printed, actors before, actors after) of a job whose actor `victim` is killed, once there is an actor
+    `waiting_for`, and that is stopped when it has recovered."""
     before: dict[str, int] = {}
     after: dict[str, int] = {}
 
     def kill() -> None:
+        wait_until(lambda: waiting_for is None or waiting_for in actors(), 40)
         before.update(actors())
-        os.kill(before["raytrain3d/job/rank-0003 pipeline 1"], signal.SIGKILL)
+        os.kill(before[victim], signal.SIGKILL)
         events = Path(config.run.directory) / "job" / "events.jsonl"
         wait_until(lambda: '"recovered"' in events.read_text(), 60, events.read_text)
         after.update(actors())
@@ -126,27 +129,22 @@ def test_a_killed_actor_is_replaced_in_its_bundle(cluster: str, tmp_path: Path) 
 
     with after_first_step(config, kill):
         code, text = run(config)
-    assert code == 0 and "rank 3 filled from rank 1; goes on after step" in text
+    assert code == 0, text
+    return text, before, after
+
+
+def test_a_killed_actor_is_replaced_in_its_bundle(cluster: str, tmp_path: Path) -> None:
+    config = fake_job(tmp_path, steps=10_000, mesh=(2, 2, 1), deaths=1)
+    text, before, after = run_with_a_kill(config, "raytrain3d/job/rank-0003 pipeline 1", cluster)
+    assert "rank 3 filled from rank 1; goes on after step" in text
     assert {name for name in before if before[name] != after[name]} == {"raytrain3d/job/rank-0003 pipeline 1"}
 
 
 def test_a_spare_takes_the_place_of_a_killed_actor(cluster: str, tmp_path: Path) -> None:
     config = fake_job(tmp_path, steps=10_000, mesh=(2, 1, 1), deaths=1, spares=1)
-    before: dict[str, int] = {}
-    after: dict[str, int] = {}
-
-    def kill() -> None:
-        wait_until(lambda: "raytrain3d/job/spare-1" in actors(), 40)
-        before.update(actors())
-        os.kill(before["raytrain3d/job/rank-0001 pipeline 0"], signal.SIGKILL)
-        events = Path(config.run.directory) / "job" / "events.jsonl"
-        wait_until(lambda: '"recovered"' in events.read_text(), 60, events.read_text)
-        after.update(actors())
-        ask_run("job", "stop", directory="nowhere", address=cluster)
-
-    with after_first_step(config, kill):
-        code, text = run(config)
-    assert code == 0 and "rank 1 filled from rank 0; goes on after step" in text
+    text, before, after = run_with_a_kill(config, "raytrain3d/job/rank-0001 pipeline 0", cluster,
+                                          waiting_for="raytrain3d/job/spare-1")
+    assert "rank 1 filled from rank 0; goes on after step" in text
     assert "raytrain3d/job/rank-0001 pipeline 0" not in after
     log = (tmp_path / "runs" / "job" / "logs" / "rank-0001.log").read_text()
     assert re.findall(r"process (\d+) joined generation 1", log) == [str(before["raytrain3d/job/spare-1"])]
