@@ -5,6 +5,7 @@ Ray takes some 0.1 ms for a value, so they are copied every few seconds by a thr
 increase would not be seen as one, and outlives the process that it is of.
 """
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from ray.util.metrics import Gauge
 from raytrain3d.metrics.catalogue import CATALOGUE, RUN
 from raytrain3d.metrics.run_metrics import RunMetrics
 
+logger = logging.getLogger(__name__)
 INTERVAL_S = 5.0
 
 
@@ -33,19 +35,23 @@ class RayCopy:
 
 @contextmanager
 def ray_copy_of(metrics: RunMetrics) -> Iterator[None]:
-    """Copied inside, and once more at the end."""
-    copy, ended = RayCopy(metrics), threading.Event()
+    """Copied inside, at the beginning and at the end, too. What Ray refuses is logged: no run ends for its metrics."""
+    ended = threading.Event()
 
     def keep_copying() -> None:
-        while not ended.wait(INTERVAL_S):
+        try:
+            copy = RayCopy(metrics)
             copy.copy()
+            while not ended.wait(INTERVAL_S):
+                copy.copy()
+            copy.copy()
+        except Exception:
+            logger.exception("the run's metrics are no longer copied to Ray's")
 
     thread = threading.Thread(target=keep_copying, name="ray-metrics", daemon=True)
-    copy.copy()
     thread.start()
     try:
         yield
     finally:
         ended.set()
         thread.join()
-        copy.copy()
