@@ -37,6 +37,7 @@ from raytrain3d.plan.catalogue import NODES
 from raytrain3d.plan.collectives import TENSOR_DATA_PIPELINE
 from raytrain3d.plan.device_memory import Allocation, DeviceMemory, device_memory, usable_bytes
 from raytrain3d.plan.fit import fit
+from raytrain3d.plan.profile import Profile
 from raytrain3d.plan.program import programs_for
 from raytrain3d.plan.search import Choice, Evaluator, Search
 from raytrain3d.plan.splits import uniform
@@ -259,14 +260,14 @@ def main() -> None:
     parser.add_argument("--configs", required=True, help="CSV of measured runs")
     parser.add_argument("--stalled", required=True, help="CSV of those that stalled")
     parser.add_argument("--fit-nodes", default="1,2", help="numbers of nodes whose runs constants are fitted on")
-    parser.add_argument("--save", metavar="FILE", help="write the calibration as JSON")
+    parser.add_argument("--save", metavar="FILE", help="write the fitted constants as JSON")
     parser.add_argument("--quick", action="store_true", help="leave out the search for the rows of the table")
     arguments = parser.parse_args()
     fit_nodes = {int(text) for text in arguments.fit_nodes.split(",")}
     runs = list(read_runs(arguments.configs, read_stalled(arguments.stalled)))
     model = fitted([run for run in runs if run.nodes in fit_nodes])
     if arguments.save:
-        model.calibration.save(arguments.save)
+        Profile(calibration=model.calibration, allocation=model.allocation, about="nanotron runs").save(arguments.save)
     figures = judge(runs, model, fit_nodes) | judge_table(search=not arguments.quick)
     print(json.dumps({name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}))
 

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from raytrain3d.cli_checkpoint import add_checkpoint_commands, add_model_commands
 from raytrain3d.cli_data import add_data_commands, print_dataset, showing
-from raytrain3d.cli_parser import FAILED, Command, add_address, add_command, add_job_command, count_above_0, number_from_0
-from raytrain3d.cli_report import add_report_command, write, write_plan_page
+from raytrain3d.cli_parser import FAILED, Command, add_command, add_job_command, add_launcher
+from raytrain3d.cli_plan import add_plan_commands, job_of, plan_of
+from raytrain3d.cli_report import add_report_command, write
 from raytrain3d.cli_run import add_run_commands
 from raytrain3d.errors import ConfigError, DataError, PlanError, RayTrain3DError
 
 if TYPE_CHECKING:
     from raytrain3d.config import JobConfig
-    from raytrain3d.plan.plan import Plan
 
 BAD_INPUT, INTERRUPTED = 2, 130
 
@@ -71,29 +71,8 @@ def make_parser() -> argparse.ArgumentParser:
     train = add_job_command(commands, "train", run_train, "train a job; continues it from its newest checkpoint")
     check = add_job_command(commands, "check", run_check, "start the job's gangs, try links, disk and data, and end")
     for sub in (train, check):
-        sub.add_argument("--launcher", choices=("ray", "local", "inline"), default="ray",
-                         help="what ranks run in: Ray actors (default), plain processes, or this process")
-        add_address(sub, "Ray cluster (default: RAY_ADDRESS, else one running here, else one is started)")
-    plan = add_job_command(commands, "plan", run_plan, "print the plan of a job; needs neither torch nor Ray")
-    plan.add_argument("--json", action="store_true", help="as JSON")
-    plan.add_argument("--html", metavar="FILE", help="page of the plan to write, too")
-    plan.add_argument("--search", action="store_true",
-                      help="find the fastest layout for --ranks devices of --on, and show it instead of the job's own")
-    plan.add_argument("--on", metavar="NODE", default="h100", help="node type of the search: a100, h100, h200, b200, l40s, "
-                      "cpu or one of --nodes (default: h100)")
-    plan.add_argument("--ranks", metavar="NUMBER", type=count_above_0, help="devices (default: those of the job's mesh)")
-    plan.add_argument("--nodes", metavar="FILE", help="JSON file with more node types")
-    plan.add_argument("--calibration", metavar="FILE", help="JSON file with constants of the cost model")
-    plan.add_argument("--output", metavar="FILE", help="job file to write with the layout found")
-    simulate = add_job_command(commands, "simulate", run_simulate,
-                               "simulate a step of a job's pipeline; needs neither torch nor Ray")
-    simulate.add_argument("--format", choices=("table", "json", "perfetto", "html"), default="table",
-                          help="text grid and idle shares (default), JSON, a trace for https://ui.perfetto.dev, or a page")
-    simulate.add_argument("--output", metavar="PATH", help="file to write (default: standard output)")
-    simulate.add_argument("--tflops", metavar="NUMBER", type=number_from_0, default=1.0,
-                          help="speed of a rank in TFLOP/s, which turns FLOPs into seconds (default: 1)")
-    simulate.add_argument("--hop-ms", metavar="NUMBER", type=number_from_0, default=0.0,
-                          help="milliseconds from the end of an op to the arrival of its message (default: 0)")
+        add_launcher(sub)
+    add_plan_commands(commands)
     trace = add_command(commands, "trace", run_trace,
                         "merge a run's recorded timelines into one file and compare idle shares")
     trace.add_argument("run_directory", metavar="RUN_DIRECTORY", help="directory of the run, such as runs/quickstart")
@@ -126,62 +105,6 @@ def run_check(arguments: argparse.Namespace) -> int:
 
     config = _ready_job(arguments)
     return check_job(config, launcher=arguments.launcher, address=arguments.address)
-
-
-def run_plan(arguments: argparse.Namespace) -> int:
-    config = _job(arguments)
-    if arguments.search:
-        return _search(config, arguments)
-    plan = _plan(config)
-    print(plan.to_json().rstrip() if arguments.json else plan.table())
-    if arguments.html:
-        write_plan_page(arguments.html, config, plan)
-    return 0
-
-
-def _search(config: "JobConfig", arguments: argparse.Namespace) -> int:
-    """`plan --search`."""
-    from raytrain3d.load import dump
-    from raytrain3d.plan.calibration import Calibration
-    from raytrain3d.plan.catalogue import NODES, node_named, read_nodes
-    from raytrain3d.plan.found_table import found_json, found_table
-    from raytrain3d.plan.search import search_layouts
-    from raytrain3d.plan.step_time import Cluster
-
-    node = node_named(arguments.on, read_nodes(arguments.nodes) if arguments.nodes else NODES)
-    calibration = Calibration.read(arguments.calibration) if arguments.calibration else Calibration()
-    mesh = config.mesh
-    num_ranks = arguments.ranks or mesh.replicas * mesh.pipeline * mesh.tensor
-    found = search_layouts(config, num_ranks, Cluster(node=node, calibration=calibration))
-    print(found_json(found) if arguments.json else found_table(found))
-    if arguments.output:
-        write(arguments.output, dump(found.best.config))
-    return 0
-
-
-def run_simulate(arguments: argparse.Namespace) -> int:
-    from raytrain3d.metrics.trace import simulated_trace
-    from raytrain3d.plan.simulation import simulate_job
-
-    if arguments.tflops == 0:
-        raise ConfigError("--tflops is 0: must be above 0")
-    config = _job(arguments)
-    simulation = simulate_job(config, _plan(config), tflops=arguments.tflops, hop_s=arguments.hop_ms / 1e3)
-    match arguments.format:
-        case "json":
-            text = simulation.to_json()
-        case "perfetto":
-            text = simulated_trace(simulation.plan, simulation.timelines)
-        case "html":
-            from raytrain3d.metrics.plan_report import simulation_report
-            text = simulation_report(config.run.name, simulation)
-        case _:
-            text = simulation.table() + "\n"
-    if arguments.output is None:
-        print(text, end="")
-    else:
-        write(arguments.output, text)
-    return 0
 
 
 def run_trace(arguments: argparse.Namespace) -> int:
@@ -232,25 +155,12 @@ def run_version(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _job(arguments: argparse.Namespace) -> "JobConfig":
-    from raytrain3d.load import load
-
-    return load(arguments.file, arguments.overrides)
-
-
-def _plan(config: "JobConfig") -> "Plan":
-    from raytrain3d.metrics.records import measured_costs
-    from raytrain3d.plan.plan import make_plan
-
-    return make_plan(config, device="gpu" if config.placement.device == "gpu" else "cpu", measured=measured_costs(config))
-
-
 def _ready_job(arguments: argparse.Namespace) -> "JobConfig":
     """The job of the command line. It has a plan, and data if they can be prepared."""
     from raytrain3d.data.prepare import prepare_if_missing
 
-    config = _job(arguments)
-    _plan(config)  # what cannot be laid out should not cost a preparation
+    config = job_of(arguments)
+    plan_of(config)  # what cannot be laid out should not cost a preparation
     _check_start(config)
     with showing() as display:
         manifest = prepare_if_missing(config, display)

@@ -65,6 +65,13 @@ def number_from_0(text: str) -> float:
     return number
 
 
+def add_launcher(parser: argparse.ArgumentParser) -> None:
+    """The options that say what ranks run in."""
+    parser.add_argument("--launcher", choices=("ray", "local", "inline"), default="ray",
+                        help="what ranks run in: Ray actors (default), plain processes, or this process")
+    add_address(parser, "Ray cluster (default: RAY_ADDRESS, else one running here, else one is started)")
+
+
 def add_address(parser: argparse.ArgumentParser, text: str) -> None:
     """The option that names a Ray cluster."""
     parser.add_argument("--address", metavar="ADDRESS", help=text)

@@ -189,6 +189,15 @@ def test_rebalance_benchmark() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(1800)
+def test_local_planner_benchmark() -> None:
+    _, figures = run_quick("benchmarks/planner_local.py")
+    assert 0 <= figures["local_mape"] <= figures["local_max"] < 1
+    assert 0 <= figures["local_memory_max"] < 0.3
+
+
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(1800)
 def test_driver_benchmark() -> None:

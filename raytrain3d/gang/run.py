@@ -79,7 +79,7 @@ class _Run:
     trainer: TrainerFactory
 
     def make_plan(self) -> Plan:
-        return make_plan(self.config, device=_device(self.config, self.launcher), measured=measured_costs(self.config))
+        return make_plan(self.config, device=device_of(self.config, self.launcher), measured=measured_costs(self.config))
 
     def resumed_plan(self, directory: RunDirectory) -> Plan:
         """The plan, with the stages that an earlier run of the directory has come to, where layers may move at all."""
@@ -95,9 +95,7 @@ class _Run:
 
     @contextmanager
     def fleet(self, plan: Plan, logs: str | None, stop: StopFlag) -> Iterator[Fleet]:
-        settings = [RankSettings(config=self.config, plan=plan, rank=rank, address=self.launcher.address,
-                                 log_directory=logs, make_trainer=self.trainer,
-                                 device_index=rank if plan.device == "gpu" else None) for rank in range(plan.mesh.size)]
+        settings = rank_settings(self.config, plan, self.launcher, logs=logs, trainer=self.trainer)
         limits = replace(Limits(), work_s=self.config.network.timeout_s + RANK_LIMIT_MARGIN_S,
                          hang_s=self.config.recovery.hang_limit_s)
         with self.launcher.gangs(settings, stop, self.progress.say) as gangs:
@@ -109,7 +107,16 @@ class _Run:
             fleet.leave()
 
 
-def _device(config: JobConfig, launcher: Launcher) -> str:
+def rank_settings(config: JobConfig, plan: Plan, launcher: Launcher, *, logs: str | None,
+                  trainer: TrainerFactory) -> list[RankSettings]:
+    """What each rank is made from."""
+    return [RankSettings(config=config, plan=plan, rank=rank, address=launcher.address, log_directory=logs,
+                         make_trainer=trainer, device_index=rank if plan.device == "gpu" else None)
+            for rank in range(plan.mesh.size)]
+
+
+def device_of(config: JobConfig, launcher: Launcher) -> str:
+    """`cpu` or `gpu`."""
     if config.placement.device == "auto":
         return "gpu" if launcher.num_gpus else "cpu"
     return config.placement.device

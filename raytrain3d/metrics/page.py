@@ -28,7 +28,7 @@ svg text { fill: var(--text); font-size: 11px; } svg text.axis { fill: var(--sof
 .end { text-anchor: end; } .grid { stroke: var(--line); } .curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
 .dashed { stroke-dasharray: 5 4; } .mark { stroke-width: 1.5; stroke-dasharray: 2 3; }
 .mark.failure { stroke: #d43a3a; } .mark.move { stroke: var(--c4); } .mark.checkpoint { stroke: var(--c7); opacity: .5; }
-rect.d1 { opacity: .6; } rect.d2 { opacity: .35; }
+rect.d1 { opacity: .6; } rect.d2 { opacity: .35; } rect.d3 { opacity: .2; }
 rect.op { stroke: var(--card); stroke-width: .6; } svg text.op { fill: #10151c; font-size: 10px; }
 .op.forward { fill: #8ab8ea; background: #8ab8ea; } .op.backward { fill: #f2b27c; background: #f2b27c; }
 .op.input { fill: #f2d07c; background: #f2d07c; } .op.weight { fill: #9fd6b8; background: #9fd6b8; }

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from raytrain3d.metrics.page import page, preformatted, section
 from raytrain3d.metrics.svg import Bar, Block, bar_chart, timeline_chart
-from raytrain3d.plan.memory import Memory
+from raytrain3d.plan.state_memory import Memory
 from raytrain3d.plan.plan import Plan
 from raytrain3d.plan.schedule import Kind
 from raytrain3d.plan.simulate import Timeline

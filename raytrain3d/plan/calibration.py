@@ -1,9 +1,7 @@
-"""What devices and links reach of their data sheets: the constants of the cost model, measured and kept as JSON."""
+"""What devices and links reach of their data sheets: the constants of the cost model. `profile.py` keeps them as JSON."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
 from raytrain3d.errors import PlanError
 
@@ -48,29 +46,20 @@ class Calibration:
     """Latency of a message between stages."""
     step_s: float = 5e-3
     """Of a step beside all that: data, norms, commit, bookkeeping."""
+    embedding_forward: float = 1.0
+    """Measured over modelled seconds of a layer that was profiled."""
+    embedding_backward: float = 1.0
+    block_forward: float = 1.0
+    block_backward: float = 1.0
+    head_forward: float = 1.0
+    head_backward: float = 1.0
+    crowd: float = 1.0
+    """Seconds of a layer while all devices of its node compute, over those while it alone does."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if not 0 <= value < float("inf"):
                 raise PlanError(f"calibration {name} is {value}: must be at least 0")
-
-    def save(self, path: str) -> None:
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-
-    @staticmethod
-    def read(path: str) -> "Calibration":
-        """The calibration that `save` wrote; keys left out keep their default. PlanError if it is none."""
-        try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise PlanError(f"calibration file {path!r} cannot be read ({error.strerror})") from None
-        except ValueError as error:
-            raise PlanError(f"calibration file {path!r} is no JSON: {error}") from None
-        names = {field.name for field in fields(Calibration)}
-        if not isinstance(found, dict) or (unknown := sorted(found.keys() - names)):
-            wrong = f"has unknown keys {', '.join(unknown)}" if isinstance(found, dict) else "is no JSON object"
-            raise PlanError(f"calibration file {path!r} {wrong}: valid are {', '.join(sorted(names))}")
-        return calibration_of(found)
 
 
 def calibration_of(values: Mapping[str, float]) -> Calibration:

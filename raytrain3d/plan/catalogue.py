@@ -33,6 +33,10 @@ class Node:
     """Network: 10^9 bytes a second and device, one direction."""
     source: str
     """Where the figures are from."""
+    host_gb_s: float = 32
+    """Link to the host's memory: 10^9 bytes a second and device, one direction. What is offloaded crosses it."""
+    host_memory_gb_s: float = 50
+    """Bandwidth of the host's memory, a device's part of it. An optimizer on the host is bound by it."""
 
     def __post_init__(self) -> None:
         for name, value in ((field.name, getattr(self, field.name)) for field in fields(self)):
@@ -52,21 +56,25 @@ class Node:
 NODES = {node.name: node for node in (
     Node(name="a100", devices=8, peak_tflops=312, peak_tflops_fp32=156, memory_gib=80, memory_gb_s=2039, inside_gb_s=300,
          network_gb_s=25, source="NVIDIA A100 80GB SXM data sheet (fp32 as TF32; NVLink 600 GB/s counts both directions); "
-         "a 200 Gbit/s HDR port for each GPU as in arXiv 2104.04473"),
+         "a 200 Gbit/s HDR port for each GPU as in arXiv 2104.04473; host of DGX A100 (PCIe 4.0 x16, 16 channels DDR4-3200)",
+         host_gb_s=32, host_memory_gb_s=51),
     Node(name="h100", devices=8, peak_tflops=989, peak_tflops_fp32=494, memory_gib=80, memory_gb_s=3350, inside_gb_s=450,
          network_gb_s=50, source="NVIDIA H100 SXM data sheet (dense; NVLink 900 GB/s counts both directions); a 400 Gbit/s "
-         "port for each GPU as in DGX H100"),
+         "port for each GPU as in DGX H100, and its host (PCIe 5.0 x16, 16 channels DDR5-4800)", host_gb_s=64,
+         host_memory_gb_s=76),
     Node(name="h200", devices=8, peak_tflops=989, peak_tflops_fp32=494, memory_gib=141e9 / 2**30, memory_gb_s=4800,
-         inside_gb_s=450, network_gb_s=50, source="NVIDIA H200 SXM data sheet (dense); ports as in DGX H200"),
+         inside_gb_s=450, network_gb_s=50, source="NVIDIA H200 SXM data sheet (dense); ports and host as in DGX H200",
+         host_gb_s=64, host_memory_gb_s=76),
     Node(name="b200", devices=8, peak_tflops=2250, peak_tflops_fp32=1125, memory_gib=180e9 / 2**30, memory_gb_s=8000,
          inside_gb_s=900, network_gb_s=50, source="NVIDIA HGX B200 data sheet (dense; NVLink 1.8 TB/s counts both "
-         "directions); 400 Gbit/s ports as in DGX B200"),
+         "directions); 400 Gbit/s ports and host as in DGX B200 (PCIe 5.0 x16, 16 channels DDR5-4400)", host_gb_s=64,
+         host_memory_gb_s=70),
     Node(name="l40s", devices=8, peak_tflops=362, peak_tflops_fp32=183, memory_gib=48e9 / 2**30, memory_gb_s=864,
          inside_gb_s=32, network_gb_s=12.5, source="NVIDIA L40S data sheet (dense; PCIe 4.0 x16); four 200 Gbit/s ports for "
          "eight GPUs as in NVIDIA's L40S reference node"),
     Node(name="cpu", devices=2, peak_tflops=0.1, peak_tflops_fp32=0.1, memory_gib=4, memory_gb_s=10, inside_gb_s=2,
          network_gb_s=1.25, source="an ordinary two-core machine, a core for each rank, 10 Gbit/s Ethernet; a profile of "
-         "your own says more"),
+         "your own says more", host_gb_s=10, host_memory_gb_s=10),
 )}
 """By name."""
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from raytrain3d.config import JobConfig
 from raytrain3d.plan.catalogue import Node
-from raytrain3d.plan.memory import ELEMENT_BYTES, Memory, activation_memory, rank_memory, state_memory
+from raytrain3d.plan.activations import activation_memory
+from raytrain3d.plan.memory import rank_memory
+from raytrain3d.plan.state_memory import ELEMENT_BYTES, Memory, optimizer_on_host, state_memory
 from raytrain3d.plan.params import ModelSpec
 from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.program import Programs
@@ -79,11 +81,12 @@ def least_bytes(config: JobConfig, spec: ModelSpec, elements: int, allocation: A
     that is hardly smaller than FIRST of an even one.
     """
     ranks, train = config.mesh.pipeline, config.train
-    state = state_memory(elements // ranks, dtype=train.dtype, sharding=train.sharding, data=config.mesh.replicas).total
+    state = state_memory(elements // ranks, dtype=train.dtype, sharding=train.sharding, data=config.mesh.replicas)
+    on_device = (optimizer_on_host(state) if train.offload_optimizer else state).total
     in_flight = min(ranks, -(-train.num_micro_batches // config.mesh.replicas))
     layers = {0: range(len(spec.layers) - 1)}
     one = activation_memory(config, spec, layers, (Op(Kind.FORWARD, 0, 0), Op(Kind.BACKWARD, 0, 0))).activations
-    return (allocation.base_gb * 1e9 + allocation.state * state
+    return (allocation.base_gb * 1e9 + allocation.state * on_device
             + allocation.activations * FIRST * one * in_flight / ranks)
 
 

@@ -7,13 +7,14 @@ Memory traffic is counted in elements that kernels read and write; weight gradie
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from raytrain3d.config import JobConfig
+from raytrain3d.config import JobConfig, Recompute
 from raytrain3d.plan.calibration import Calibration
 from raytrain3d.plan.catalogue import Node
 from raytrain3d.plan.collectives import Group, Links
 from raytrain3d.plan.cost import LayerCost
-from raytrain3d.plan.memory import ELEMENT_BYTES, EXACT_BYTES, vocabulary_rows
-from raytrain3d.plan.params import LayerSpec
+from raytrain3d.plan.activations import Activations, vocabulary_rows
+from raytrain3d.plan.state_memory import ELEMENT_BYTES, EXACT_BYTES
+from raytrain3d.plan.params import LayerSpec, ModelSpec
 
 RESIDUAL_ELEMENTS = 12
 """Elements of width hidden that a block reads and writes for a token: two norms, two additions, their copies."""
@@ -54,6 +55,10 @@ class LayerTimer:
     """The tensor group of a rank."""
     slow_launches: bool = False
     """Stages are on different nodes, so `Calibration.contention_s` applies."""
+    recompute: Recompute | None = None
+    """Of the stage (pipeline.recompute); absent: train.recompute."""
+    crowd: float = 1.0
+    """How much longer a layer computes because of other ranks on its node."""
 
     def time_all(self, layers: Sequence[LayerSpec]) -> tuple[LayerTime, ...]:
         """By layer. Alike ones are timed once."""
@@ -65,12 +70,14 @@ class LayerTimer:
         return tuple(known[key] for key in alike)
 
     def time(self, layer: LayerSpec) -> LayerTime:
+        slower, slower_back = self._factors(layer)
         forward, backward_input, weight = self._compute(layer)
+        forward, backward_input, weight = forward * slower, backward_input * slower_back, weight * slower_back
         shared_forward, shared_backward = self._collectives(layer)
         again, shared_again = self._again(layer, forward, shared_forward)
-        launch = self._launch_s(layer)
+        launch, away = self._launch_s(layer), self._offload_s(layer)
         return LayerTime(
-            compute=LayerCost(forward=forward, backward_input=backward_input + again,
+            compute=LayerCost(forward=forward + away, backward_input=backward_input + again + away,
                               backward_weight=0.0 if layer.frozen else weight),
             tensor=LayerCost(forward=shared_forward, backward_input=shared_backward + shared_again, backward_weight=0.0),
             launch=LayerCost(forward=launch / 3, backward_input=launch / 3 * (2 if again else 1),
@@ -78,13 +85,32 @@ class LayerTimer:
 
     def _again(self, layer: LayerSpec, forward: float, shared: float) -> tuple[float, float]:
         """Of forward and its collectives, what is computed again before the backward: in blocks only."""
-        train = self.config.train
-        if layer.kind != "block" or train.recompute == "none":
+        train, kind = self.config.train, self._kind
+        if layer.kind != "block" or kind == "none":
             return 0.0, 0.0
         part = 1 / train.recompute_every
-        if train.recompute == "selective":
-            return part * self._attention(layer)[0], 0.0
+        if kind == "selective":
+            return part * self._attention(layer)[0] * self._factors(layer)[0], 0.0
         return part * forward, part * shared
+
+    def _factors(self, layer: LayerSpec) -> tuple[float, float]:
+        """Of forward and backward, from a profile."""
+        found = self.calibration
+        forward, backward = {"embedding": (found.embedding_forward, found.embedding_backward),
+                             "head": (found.head_forward, found.head_backward)}.get(
+                                 layer.kind, (found.block_forward, found.block_backward))
+        return forward * self.crowd, backward * self.crowd
+
+    @property
+    def _kind(self) -> Recompute:
+        return self.recompute or self.config.train.recompute
+
+    def _offload_s(self, layer: LayerSpec) -> float:
+        """One way of what goes to the host after a forward (train.offload_activations), in order with the work."""
+        if not self.config.train.offload_activations:
+            return 0.0
+        kept = Activations(config=self.config, spec=ModelSpec(layers=(layer,), tied=None), stages={})
+        return self._tokens * kept.on_host(layer, self._kind) / (self.node.host_gb_s * 1e9 * self.calibration.inside)
 
     @property
     def _tokens(self) -> int:
@@ -128,7 +154,8 @@ class LayerTimer:
             return 0.0, 0.0
         flops = 4 * self._tokens * train.sequence * layer.attention_width / self.tensor.size
         if not self.config.model.attention_dropout:
-            forward = flops / 2 / (peak * self.calibration.attention)  # the causal half
+            half = 1 if self.config.data.mask_documents else 2  # the causal half; a mask is added to all scores
+            forward = flops / half / (peak * self.calibration.attention)
             return forward, FUSED_BACKWARD * forward
         scores = self._tokens * train.sequence * self.config.model.heads / self.tensor.size
         traffic = SCORE_ELEMENTS * scores * ELEMENT_BYTES[train.dtype] * self._memory_s

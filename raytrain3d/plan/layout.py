@@ -8,7 +8,8 @@ from typing import Literal
 from raytrain3d.config import JobConfig
 from raytrain3d.errors import PlanError
 from raytrain3d.plan.cost import NO_COST, LayerCost, layer_costs, op_cost, stage_cost
-from raytrain3d.plan.memory import Memory, local_parameters, missing_memory, moved_bytes, rank_memory
+from raytrain3d.plan.memory import missing_memory, rank_memory
+from raytrain3d.plan.state_memory import Memory, local_parameters, moved_bytes
 from raytrain3d.plan.params import ModelSpec
 from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.peers import KEPT
@@ -31,6 +32,10 @@ TIE = 1e-3
 
 MORE_SHARDING = {("none", "op"): "train.sharding optimizer", ("optimizer", "op"): "train.sharding gradients",
                  ("gradients", "op"): "train.sharding full", ("full", "step"): "train.keep_gathered op"}
+
+
+class TooLarge(PlanError):
+    """A job needs more memory than placement.memory_per_rank_gib."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,13 +145,13 @@ def choose(config: JobConfig, spec: ModelSpec, num_micro_batches: int,
            measured: Costs | None = None) -> tuple[Layout, tuple[Candidate, ...]]:
     """The layout of a replica, and what `auto` chose it from, fastest first (nothing if the schedule was given).
 
-    PlanError if none keeps to placement.memory_per_rank_gib.
+    TooLarge if none keeps to placement.memory_per_rank_gib.
     """
     layouts = [lay_out(job, spec, num_micro_batches, measured) for job in _resolved(config)]
     limit = config.placement.memory_per_rank_gib
     fitting = [layout for layout in layouts if limit is None or layout.memory <= limit * 2**30]
     if not fitting:
-        raise PlanError(_too_large(config, layouts))
+        raise TooLarge(_too_large(config, layouts))
     least = min(layout.timeline.makespan for layout in fitting)
     equal = [layout for layout in fitting if layout.timeline.makespan <= least * (1 + TIE)]
     chosen = min(equal, key=lambda layout: (layout.chunks, layout.memory))

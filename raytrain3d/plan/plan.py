@@ -12,13 +12,14 @@ from typing import Any
 
 from raytrain3d.config import JobConfig
 from raytrain3d.errors import PlanError
-from raytrain3d.plan.layout import Candidate, Costs, Layout, RankEstimate, choose
-from raytrain3d.plan.memory import Memory
+from raytrain3d.plan.layout import Candidate, Costs, Layout, RankEstimate, TooLarge, choose
+from raytrain3d.plan.state_memory import Memory
 from raytrain3d.plan.mesh import Mesh
 from raytrain3d.plan.params import ModelSpec, model_spec
 from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.placement import Bundle, tensor_group_bundle
 from raytrain3d.plan.recompute import describe
+from raytrain3d.plan.remedy import fit_of, remedies, remedy_text
 from raytrain3d.plan.sharding import with_any_sharding
 from raytrain3d.plan.simulate import idle_of_wall
 from raytrain3d.plan.splits import NamedSplit, compared
@@ -182,7 +183,22 @@ def _choose(config: JobConfig, spec: ModelSpec, num_micro_batches: int,
     for job in others:
         with suppress(PlanError):
             return job, *choose(job, spec, num_micro_batches, measured)
-    return last, *choose(last, spec, num_micro_batches, measured)
+    try:
+        return last, *choose(last, spec, num_micro_batches, measured)
+    except TooLarge as error:
+        enough = remedy_text(remedies(last, fit_of(_step_of)))
+        raise TooLarge(f"{error}; {enough}" if enough else str(error)) from None
+
+
+def _step_of(config: JobConfig) -> float:
+    """Simulated step of a job, in FLOPs, with a split that is found quickly: where that one fits the best one does. TooLarge
+    if it does not."""
+    pipeline = config.pipeline
+    quick: Any = {"partition": "pipedream", "schedule": "1f1b" if pipeline.schedule == "auto" else pipeline.schedule}
+    job = replace(config, pipeline=replace(pipeline, **quick))
+    share = -(-config.train.num_micro_batches // config.mesh.replicas)
+    layout, _ = choose(job, model_spec(job.model, job.train, job.mesh.tensor), share)
+    return layout.timeline.makespan
 
 
 def _split_by(config: JobConfig, measured: Costs | None) -> str:

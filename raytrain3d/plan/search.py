@@ -14,17 +14,21 @@ from typing import Any
 from raytrain3d.config import JobConfig
 from raytrain3d.errors import PlanError
 from raytrain3d.plan.candidates import Space, candidates, whole_space
-from raytrain3d.plan.cost import model_flops_per_token
+from raytrain3d.plan.cost import model_flops_per_token, op_cost
 from raytrain3d.plan.device_memory import Allocation, DeviceMemory, device_memory, least_bytes, usable_bytes
 from raytrain3d.plan.params import ModelSpec, model_spec
 from raytrain3d.plan.partition import Stages, split_by_cost, split_by_counts
-from raytrain3d.plan.program import programs_for
+from raytrain3d.plan.program import Programs, programs_for
+from raytrain3d.plan.simulate import Timeline, simulate
 from raytrain3d.plan.step_time import Cluster, StepTime, StepTimer, simulated_micro_batches
+from raytrain3d.plan.table import counted
 
 TIE = 3e-3
 """Steps within this are equal: then less memory wins."""
 MOST_RANKS = 64
 """Times as many ranks, at most, that are tried when nothing fits."""
+NEARER = 8
+"""Numbers of ranks that are tried between one that is too small and twice as many."""
 LESS_MEMORY = (0.5,)
 """Shares of a device's memory within which the fastest layout is shown beside the best."""
 
@@ -54,13 +58,22 @@ class Choice:
         return tuple(map(self.memory_of, range(self.timer.mesh.pipeline)))
 
     def memory_of(self, rank: int) -> DeviceMemory:
-        timer, pipeline = self.timer, self.timer.config.pipeline
-        count = simulated_micro_batches(timer.mesh.pipeline, timer.num_micro_batches)
-        programs = programs_for(pipeline.schedule, timer.mesh.pipeline, count, pipeline.num_chunks)
+        timer = self.timer
         launching = sum(time.launch.total for time in timer.layer_times)
         computing = sum((time.compute + time.tensor).total for time in timer.layer_times)
-        return device_memory(timer.config, timer.spec, self.stages, programs, rank, allocation=self.allocation,
+        return device_memory(timer.config, timer.spec, self.stages, self._programs, rank, allocation=self.allocation,
                              launching_s=launching, computing_s=computing)
+
+    def timeline(self) -> Timeline:
+        """The pipeline of a replica, simulated with the seconds of its stages; of many micro-batches the first ones."""
+        costs = self.timer.stage_costs(self.stages)
+        return simulate(self._programs, lambda op: op_cost(op, costs), hop_s=self.timer.hop_s)
+
+    @property
+    def _programs(self) -> Programs:
+        timer, pipeline = self.timer, self.timer.config.pipeline
+        count = simulated_micro_batches(timer.mesh.pipeline, timer.num_micro_batches)
+        return programs_for(pipeline.schedule, timer.mesh.pipeline, count, pipeline.num_chunks)
 
     @property
     def limit(self) -> float:
@@ -125,6 +138,8 @@ class Found:
     """Fastest that fits."""
     smaller: tuple[Choice, ...]
     """Fastest within LESS_MEMORY of a device, where that is another one."""
+    roomy: Choice
+    """Fastest if devices had all the memory in the world; `best` itself where memory is no limit."""
     num_candidates: int
     num_simulated: int
 
@@ -145,7 +160,8 @@ class Search:
             return None
         smaller = [self.fastest(share) for share in LESS_MEMORY]
         others = {id(choice): choice for choice in smaller if choice is not None and choice is not best}
-        return Found(best=best, smaller=tuple(others.values()), num_candidates=len(self._bounded),
+        roomy = self.fastest(inf) or best
+        return Found(best=best, smaller=tuple(others.values()), roomy=roomy, num_candidates=len(self._bounded),
                      num_simulated=len(self._choices))
 
     def fastest(self, share: float = 1.0) -> Choice | None:
@@ -164,6 +180,21 @@ class Search:
         return min((choice for choice in equal if choice.step.total <= least * (1 + TIE)),
                    key=lambda choice: choice.needed, default=None)
 
+    def ranked(self, count: int) -> tuple[Choice, ...]:
+        """The fastest that fit, in order, each of another mesh, schedule or micro-batch than those before it."""
+        found: dict[object, Choice] = {}
+        for i, (bound, _) in enumerate(self._bounded):
+            ordered = sorted(found.values(), key=lambda choice: choice.step.total)[:count]
+            limit = ordered[-1].step.total if len(ordered) == count else inf
+            if bound > limit:
+                break
+            choice = self._choice(i, limit)
+            if choice is not None and choice.step.total < limit and choice.fits():
+                key = _kind_of(choice.timer.config)
+                if key not in found or choice.step.total < found[key].step.total:
+                    found[key] = choice
+        return tuple(sorted(found.values(), key=lambda choice: choice.step.total)[:count])
+
     def _choice(self, i: int, limit: float) -> Choice | None:
         """Candidate `i`, simulated; None if its split already shows that it takes more than `limit` seconds."""
         if i not in self._choices:
@@ -178,23 +209,61 @@ class Search:
         return least_bytes(timer.config, timer.spec, sum(timer.elements), self._evaluator.allocation)
 
 
-def search_layouts(config: JobConfig, num_ranks: int, cluster: Cluster) -> Found:
-    """The fastest layout of `config` on that many ranks of a cluster. PlanError, naming how many would do, if none fits."""
-    evaluator = Evaluator(cluster=cluster, allocation=Allocation())
+def search_layouts(config: JobConfig, num_ranks: int, evaluator: Evaluator) -> Found:
+    """The fastest layout of `config` on that many ranks. PlanError, naming the smallest change that would do, if none fits.
+    """
+    node = evaluator.cluster.node
     found = Search(config, num_ranks, evaluator, whole_space()).run()
     if found is not None:
         return found
-    more = num_ranks
-    devices = f"{num_ranks} devices of {cluster.node.name} ({cluster.node.memory_gib:.0f} GiB each)"
-    while (more := 2 * more) <= MOST_RANKS * num_ranks:
-        bigger = Search(config, more, evaluator, whole_space()).fastest()
-        if bigger is not None:
-            raise PlanError(f"no layout of this job fits {devices} "
-                            f"under any sharding, recompute and micro-batch; {more} are enough: {mesh_text(bigger)} needs "
-                            f"{bigger.needed / 1e9:.1f} GB")
-    raise PlanError(f"no layout of this job fits {devices}, nor up "
-                    f"to {MOST_RANKS} times as many: train.global_batch ({config.train.global_batch}) bounds the replicas, "
-                    f"{config.model.blocks + 2} layers bound the stages, so devices need more memory")
+    raise PlanError(f"no layout of this job fits {counted(num_ranks, 'device')} of {node.name} "
+                    f"({node.memory_gib:.0f} GiB each) under any sharding, recompute and micro-batch"
+                    f"{_what_would_fit(config, num_ranks, evaluator)}")
+
+
+def _what_would_fit(config: JobConfig, num_ranks: int, evaluator: Evaluator) -> str:
+    """The smallest change: one key that a search leaves alone, else the fewest devices more."""
+    on_host = replace(config, train=replace(config.train, offload_optimizer=True))
+    ways = []
+    if not config.train.offload_optimizer and (same := Search(on_host, num_ranks, evaluator, whole_space()).fastest()):
+        ways.append(f"train.offload_optimizer=true is enough: {_needs(same)}")
+    if (more := fewest_ranks(config, num_ranks, evaluator)) is not None:
+        ways.append(f"{more.num_ranks} devices are enough: {_needs(more)}")
+    if not ways:
+        return (f", nor up to {MOST_RANKS} times as many: train.global_batch ({config.train.global_batch}) bounds the "
+                f"replicas, {config.model.blocks + 2} layers bound the stages, so devices need more memory")
+    return f"; the smallest change that fits: {'; else '.join(ways)}"
+
+
+def _needs(choice: Choice) -> str:
+    return f"{mesh_text(choice)} needs {choice.needed / 1e9:.1f} GB"
+
+
+def fewest_ranks(config: JobConfig, num_ranks: int, evaluator: Evaluator) -> Choice | None:
+    """The fastest layout on the fewest ranks above `num_ranks` on which one fits: twice as many until one does, then numbers
+    between the last two, in whole nodes where those have several. None: MOST_RANKS times as many are not enough."""
+    most = num_ranks
+    while (most := 2 * most) <= MOST_RANKS * num_ranks:
+        if _fits_somehow(config, most, evaluator):
+            break
+    else:
+        return None
+    least, devices = most // 2, evaluator.cluster.node.devices
+    step = max(devices if least % devices == 0 else 1, least // NEARER)
+    numbers = range(least + step, most, step)
+    enough = next((number for number in numbers if _fits_somehow(config, number, evaluator)), most)
+    return Search(config, enough, evaluator, whole_space()).fastest()
+
+
+def _fits_somehow(config: JobConfig, num_ranks: int, evaluator: Evaluator) -> bool:
+    """Whether layouts that spare memory at any price fit."""
+    sparing = Space(schedules=(("1f1b", 1), ("zb_v", 2)), micro_batches=(1,), shardings=("full",), recomputes=("full",),
+                    sequence_parallel=(True,))
+    return Search(config, num_ranks, evaluator, sparing).fastest() is not None
+
+
+def _kind_of(config: JobConfig) -> object:
+    return config.mesh, config.pipeline.schedule, config.pipeline.num_chunks, config.train.micro_batch
 
 
 def mesh_text(choice: Choice) -> str:

@@ -7,14 +7,15 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from raytrain3d.config import JobConfig
+from raytrain3d.config import JobConfig, Recompute
 from raytrain3d.plan.calibration import Calibration
 from raytrain3d.plan.catalogue import Node
 from raytrain3d.plan.collectives import TENSOR_PIPELINE_DATA, Group, Links, Order, group_along, stride_of
 from raytrain3d.plan.cost import LayerCost
+from raytrain3d.plan.data_time import DataTimer
 from raytrain3d.plan.layer_time import LayerTime, LayerTimer, sequence_parallel
 from raytrain3d.plan.makespan import COSTS, NEVER, compiled, stage_seconds
-from raytrain3d.plan.memory import ELEMENT_BYTES, EXACT_BYTES, local_parameters
+from raytrain3d.plan.state_memory import ELEMENT_BYTES, local_parameters
 from raytrain3d.plan.mesh import Mesh
 from raytrain3d.plan.params import ModelSpec
 from raytrain3d.plan.partition import Stages
@@ -22,8 +23,6 @@ from raytrain3d.plan.schedule import Kind
 
 LONG = 2
 """A pipeline of p ranks is simulated with at most LONG x p micro-batches. More go on as its last p did."""
-UPDATE_READS = 4
-"""AdamW reads gradient, master weight and both moments, and writes all but the gradient, in the exact type."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,20 +83,48 @@ class StepTimer:
         return Links(node=self.cluster.node, calibration=self.cluster.calibration)
 
     @cached_property
+    def tensor_group(self) -> Group:
+        return self._along("tensor")
+
+    @cached_property
+    def data_timer(self) -> DataTimer:
+        return DataTimer(config=self.config, links=self.links, replicas=self._along("data"), crowd=self._crowd,
+                         calls=-(-len(self.spec.layers) // self.mesh.pipeline), num_micro_batches=self.num_micro_batches)
+
+    @cached_property
     def num_micro_batches(self) -> int:
         """Of the replica that has most."""
         return -(-self.config.train.num_micro_batches // self.mesh.data)
 
     @cached_property
     def layer_times(self) -> tuple[LayerTime, ...]:
+        """Under train.recompute."""
+        return self._layer_times(self.config.train.recompute)
+
+    def _layer_times(self, recompute: Recompute) -> tuple[LayerTime, ...]:
         train, slow = self.config.train, self._along("pipeline").crosses
-        key = self.mesh.tensor, train.micro_batch, train.recompute, train.sequence_parallel, slow
+        key = (self.mesh.tensor, train.micro_batch, recompute, train.recompute_every, train.sequence_parallel,
+               train.offload_activations, slow, self._crowd)
         if key not in self.known:
             timer = LayerTimer(config=self.config, node=self.cluster.node, calibration=self.cluster.calibration,
-                               tensor=self._along("tensor"), slow_launches=slow)
+                               tensor=self.tensor_group, slow_launches=slow, recompute=recompute, crowd=self._crowd)
             self.known[key] = timer.time_all(self.spec.layers)
         found: tuple[LayerTime, ...] = self.known[key]
         return found
+
+    @property
+    def _crowd(self) -> float:
+        """By how many ranks are on a node, from one to all that it has room for."""
+        devices = self.cluster.node.devices
+        if devices == 1:
+            return 1.0
+        return 1 + (self.cluster.calibration.crowd - 1) * (min(self.mesh.size, devices) - 1) / (devices - 1)
+
+    def _stage_times(self, stage: int, layers: tuple[int, int]) -> tuple[LayerTime, ...]:
+        """Of the layers of `stage`, under its own recompute if there is one."""
+        by_stage = self.config.pipeline.recompute
+        times = self.layer_times if by_stage is None else self._layer_times(by_stage[stage])
+        return times[layers[0]:layers[1]]
 
     @cached_property
     def layer_seconds(self) -> tuple[float, ...]:
@@ -108,13 +135,13 @@ class StepTimer:
         """A step with that split."""
         parts = [self._stage(stage, layers) for stage, layers in enumerate(stages)]
         pipeline = pipeline_s(self.config.pipeline.schedule, self.mesh.pipeline, self.num_micro_batches,
-                              self.config.pipeline.num_chunks, [part.cost for part in parts], self._hop_s)
+                              self.config.pipeline.num_chunks, [part.cost for part in parts], self.hop_s)
         ranks = [[part for part, rank in zip(parts, self.placement, strict=True) if rank == at]
                  for at in range(self.mesh.pipeline)]
         busiest = max(ranks, key=lambda held: sum(part.cost.total for part in held))
         most = max(sum(part.elements for part in held) for held in ranks)
         window = min(sum(part.cost.backward for part in held) for held in ranks)
-        data, update = self._data_s(most, window), self._update_s(most)
+        data, update = self.data_timer.sharing_s(most, window), self.data_timer.update_s(most)
         count = self.num_micro_batches
         return StepTime(total=pipeline + data + update, pipeline=pipeline, data=data, update=update,
                         busy=count * sum(part.cost.total for part in busiest),
@@ -122,9 +149,13 @@ class StepTimer:
                         launch=count * sum(part.launch for part in busiest),
                         messages=count * sum(part.messages for part in busiest))
 
+    def stage_costs(self, stages: Stages) -> tuple[LayerCost, ...]:
+        """Seconds of one micro-batch by stage."""
+        return tuple(self._stage(stage, layers).cost for stage, layers in enumerate(stages))
+
     def bound_s(self, stages: Stages) -> float:
         """At most what `time` gives, without a simulation: the busiest rank, after the forwards before its own."""
-        costs = [self._stage(stage, layers).cost for stage, layers in enumerate(stages)]
+        costs = self.stage_costs(stages)
         before = accumulate((cost.forward for cost in costs), initial=0.0)
         busy = busy_of(costs, self.placement)
         return max(start + self.num_micro_batches * own for start, own in zip(before, busy, strict=False))
@@ -145,7 +176,7 @@ class StepTimer:
         return found
 
     def _stage(self, stage: int, layers: tuple[int, int]) -> "_Stage":
-        held = self.layer_times[layers[0]:layers[1]]
+        held = self._stage_times(stage, layers)
         compute = sum((time.compute for time in held), NOTHING)
         tensor = sum((time.tensor for time in held), NOTHING)
         device, host = compute + tensor, sum((time.launch for time in held), NOTHING)
@@ -172,7 +203,7 @@ class StepTimer:
         if sequence_parallel(self.config):
             return self.links.message_s(size / self.mesh.tensor, crosses=crosses)
         if self.cluster.scattered_messages:
-            gather = self.links.gather_s(size, self._along("tensor"))
+            gather = self.links.gather_s(size, self.tensor_group)
             return self.links.message_s(size / self.mesh.tensor, crosses=crosses) + gather
         return self.links.message_s(size, crosses=crosses)
 
@@ -182,7 +213,7 @@ class StepTimer:
         return rank * stride // devices != other * stride // devices
 
     @cached_property
-    def _hop_s(self) -> float:
+    def hop_s(self) -> float:
         """Delay of a message beyond the time in which it holds up its sender."""
         stages = self.mesh.pipeline * self.config.pipeline.num_chunks
         longest = max(map(self._message_s, range(stages)))
@@ -196,37 +227,8 @@ class StepTimer:
         work = sum((time.compute + time.tensor for time in self.layer_times), NOTHING) * (1 / self.mesh.pipeline)
         idle = (self.mesh.pipeline - 1) * _idle_of(self.config.pipeline.schedule, work, self.config.pipeline.num_chunks)
         elements = sum(self.elements) / self.mesh.pipeline
-        data = self._data_s(elements, self.num_micro_batches * work.backward)
-        return self.num_micro_batches * work.total + idle + data + self._update_s(elements)
-
-    def _data_s(self, elements: float, backward_s: float) -> float:
-        """Reduction of gradients and gathering of weights that no backward hides, one call for each layer."""
-        group, train, calibration = self._along("data"), self.config.train, self.cluster.calibration
-        if group.size == 1:
-            return 0.0
-        gradients, weights = elements * EXACT_BYTES[train.dtype], elements * ELEMENT_BYTES[train.dtype]
-        calls = -(-len(self.spec.layers) // self.mesh.pipeline)
-        latency = calls * self.links.latency_s(group)
-        gather = self.links.transfer_s(weights, group) + latency
-        reduce = self.links.transfer_s(gradients, group) + latency
-        match train.sharding:
-            case "none":
-                whole = calls * self.links.all_reduce_s(gradients / calls, group)
-                return _shown(whole, calibration.exposed_all_reduce, backward_s)
-            case "optimizer":
-                return _shown(reduce, calibration.exposed_reduction, backward_s) + gather
-        count = self.num_micro_batches
-        more = (count - 1) * _shown(reduce, calibration.exposed_reduction, backward_s)
-        gathers = 2 * count if train.sharding == "full" and train.keep_gathered == "op" else 1
-        return (_shown(reduce, calibration.exposed_reduction, backward_s) + more
-                + _shown(gather, calibration.exposed_reduction, backward_s) * gathers)
-
-    def _update_s(self, elements: float) -> float:
-        train, calibration = self.config.train, self.cluster.calibration
-        own = elements / (1 if train.sharding == "none" else self.mesh.data)
-        exact = EXACT_BYTES[train.dtype]
-        moved = own * ((2 * UPDATE_READS - 1) * exact + ELEMENT_BYTES[train.dtype])
-        return moved / (self.cluster.node.memory_gb_s * 1e9 * calibration.memory) + calibration.step_s
+        data = self.data_timer.sharing_s(elements, self.num_micro_batches * work.backward)
+        return self.num_micro_batches * work.total + idle + data + self.data_timer.update_s(elements)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,11 +255,6 @@ def _idle_of(schedule: str, work: LayerCost, chunks: int) -> float:
 
 
 NOTHING = LayerCost(forward=0.0, backward_input=0.0, backward_weight=0.0)
-
-
-def _shown(seconds: float, share: float, window: float) -> float:
-    """What shows of a communication of which `1 - share` can hide behind a computation of `window` seconds."""
-    return seconds - min((1 - share) * seconds, window)
 
 
 def pipeline_s(schedule: str, num_ranks: int, num_micro_batches: int, chunks: int, stages: Sequence[LayerCost],

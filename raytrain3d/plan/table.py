@@ -1,10 +1,10 @@
 """The plan as text: what a person reads before the job starts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from raytrain3d.plan.memory import Memory
+from raytrain3d.plan.state_memory import Memory
 from raytrain3d.plan.sharding import volumes
 
 if TYPE_CHECKING:
@@ -94,11 +94,11 @@ def schedule_name(schedule: str, chunks: int) -> str:
     return f"{schedule} ({chunks} chunks)" if chunks > 1 else schedule
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns to the right, layer names (the second) to the left."""
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (1,)) -> list[str]:
+    """Columns to the right, but for those of `left` (the second: mostly names)."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) if column == 1 else cell.rjust(width)
-                      for column, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows]
+    return ["  ".join(cell.ljust(width) if column in left else cell.rjust(width)
+                      for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
 
 
 def layer_names(layers: range, num_layers: int) -> str:

@@ -16,13 +16,20 @@ from browser import chromium, render, with_measure
 from raytrain3d.cli import main
 from raytrain3d.config import DataConfig, JobConfig, MeshConfig, ModelConfig, RunConfig, TrainConfig
 from raytrain3d.errors import ConfigError
+from raytrain3d.load import load
 from raytrain3d.metrics.expected import Expected
+from raytrain3d.metrics.found_report import found_report
 from raytrain3d.metrics.records import Records
 from raytrain3d.metrics.run_report import run_report
 from raytrain3d.metrics.summary import RebalanceSummary, summarize
 from raytrain3d.metrics.svg import Curve, line_chart, nice_ticks, number, thinned
+from raytrain3d.plan.calibration import Calibration
+from raytrain3d.plan.catalogue import NODES
+from raytrain3d.plan.device_memory import Allocation
 from raytrain3d.plan.partition import split_by_counts
 from raytrain3d.plan.plan import make_plan
+from raytrain3d.plan.search import Evaluator, Found
+from raytrain3d.plan.step_time import Cluster
 from raytrain3d.train.report import StepReport
 
 ROOT = Path(__file__).parents[2]
@@ -149,7 +156,21 @@ def pages(run: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     assert main(["plan", job, "--html", "plan.html"]) == 0
     assert main(["simulate", job, "pipeline.schedule=zb_h1", "mesh.pipeline=4", "--format", "html", "--output",
                  "simulated.html"]) == 0
-    yield from (place / "runs" / "shown" / "report.html", place / "plan.html", place / "simulated.html")
+    assert main(["plan", job, "--search", "--on", "cpu", "--ranks", "4", "--html", "found.html"]) == 0
+    yield from (place / "runs" / "shown" / "report.html", place / "plan.html", place / "simulated.html",
+                place / "found.html")
+
+
+def test_page_of_a_search_shows_the_pipeline_and_the_memory_of_what_it_found() -> None:
+    """A pipeline of two ranks: every op of its timeline, and a bar of four parts for each rank."""
+    config = load(str(ROOT / "jobs" / "quickstart.yaml"), ["mesh.data=1", "mesh.tensor=1"])
+    evaluator = Evaluator(cluster=Cluster(node=NODES["cpu"], calibration=Calibration()), allocation=Allocation(base_gb=0.1))
+    best = evaluator.evaluate(config)
+    text = found_report("shown", Found(best=best, smaller=(), roomy=best, num_candidates=1, num_simulated=1), None)
+    elements, shown = Elements(text), min(best.timer.num_micro_batches, 2 * 2)
+    assert len(elements.of_class("rect", "op")) == 2 * 2 * shown, "forward and backward on two ranks"
+    assert len(elements.of_class("rect", "bar")) == 2 * 4
+    assert f"{best.needed / 1e9:.1f} GB" in text and f"{best.step.total:.3f} s" in text
 
 
 def test_a_run_without_steps_says_so(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,11 +33,16 @@ def test_search_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     file = tmp_path / "found.yaml"
     command = ["plan", str(JOBS / "llama32_1b.yaml"), "--search", "--on", "a100", "--ranks", "8"]
     assert main([*command, "--json"]) == 0
-    best = json.loads(capsys.readouterr().out)["best"]
+    found = json.loads(capsys.readouterr().out)
+    best, usual = found["best"], found["rules_of_thumb"]
     assert best["data"] * best["pipeline"] * best["tensor"] == 8
     assert best["memory_bytes"] <= best["memory_limit_bytes"]
-    assert main([*command, "--output", str(file)]) == 0
-    assert "limited   by" in capsys.readouterr().out
+    assert usual["step_s"] >= best["step_s"] and usual["tensor"] == 8
+    page = tmp_path / "found.html"
+    assert main([*command, "--output", str(file), "--html", str(page)]) == 0
+    text = capsys.readouterr().out
+    assert "limited   by" in text and "by rules of thumb" in text
+    assert "Memory by pipeline rank" in page.read_text() and "<h2>Pipeline</h2>" in page.read_text()
     assert load(str(file)).mesh.data == best["data"]
     assert main([*command[:3], "--on", "abacus"]) == 2
     assert "no node type 'abacus': there are a100" in capsys.readouterr().err

@@ -5,17 +5,9 @@ from typing import Any
 import pytest
 
 from raytrain3d.config import JobConfig, Recompute
-from raytrain3d.plan.memory import (
-    Activations,
-    Memory,
-    activation_bytes_per_token,
-    activation_memory,
-    layer_state_memory,
-    product_bytes_per_token,
-    rank_memory,
-    state_memory,
-    transient_memory,
-)
+from raytrain3d.plan.activations import Activations, activation_bytes_per_token, activation_memory, product_bytes_per_token
+from raytrain3d.plan.memory import rank_memory
+from raytrain3d.plan.state_memory import Memory, layer_state_memory, state_memory, transient_memory
 from raytrain3d.plan.params import flat_layout, model_spec
 from raytrain3d.plan.schedule import Kind, Op
 

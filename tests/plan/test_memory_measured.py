@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from raytrain3d.config import JobConfig
 from raytrain3d.model.functional import put_off
 from raytrain3d.model.transformer import Layer, build_layers
-from raytrain3d.plan.memory import activation_bytes_per_token
+from raytrain3d.plan.activations import activation_bytes_per_token
 from raytrain3d.plan.params import LayerSpec, model_spec
 
 BATCH, SEQUENCE = 2, 128

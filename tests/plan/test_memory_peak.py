@@ -6,6 +6,7 @@ allocator gives out and takes back; the most that is out at a time is the peak, 
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 from raytrain3d.config import JobConfig
 from raytrain3d.model.dropout import DropoutKeys
 from raytrain3d.model.functional import put_off
+from raytrain3d.model.packing import Packing, packing
 from raytrain3d.model.transformer import Head, Layer, build_layers
 from raytrain3d.parallel.clock import HostClock
 from raytrain3d.parallel.pipeline import Feed, PipelineRun, Stage
-from raytrain3d.plan.memory import activation_memory
+from raytrain3d.plan.activations import activation_memory
 from raytrain3d.plan.params import LayerSpec, model_spec
 from raytrain3d.plan.plan import Plan, make_plan
 from raytrain3d.plan.program import programs_for
@@ -81,7 +83,15 @@ def measured_over_estimate(config: JobConfig, rank: int) -> float:
     plan, train = make_plan(config), config.train
     tokens = torch.zeros(train.micro_batch, train.sequence, dtype=torch.int64)
     keys = DropoutKeys(seed=1, step=1, samples=tuple(range(train.micro_batch)))
-    feed = Feed(tokens=lambda i: tokens, arguments=lambda i, layer: (tokens if layer == plan.num_layers - 1 else keys,))
+
+    @lru_cache(maxsize=1)
+    def documents(i: int) -> Packing | None:
+        return packing(tokens, DTYPES[train.dtype]) if config.data.mask_documents else None
+
+    def arguments(i: int, layer: int) -> tuple[Any, ...]:
+        return (tokens,) if layer == plan.num_layers - 1 else (keys, documents(i))
+
+    feed = Feed(tokens=lambda i: tokens, arguments=arguments)
     pipeline = (plan.schedule, plan.mesh.pipeline, train.num_micro_batches, plan.chunks)
     program, stages = rank_program_for(*pipeline, rank), stages_of(config, plan, rank)
 
@@ -136,6 +146,14 @@ def test_stages_of_their_own_kind(job: Callable[..., JobConfig], changes: Mappin
 ], ids=str)
 def test_logits_that_are_most_of_it(job: Callable[..., JobConfig], changes: Mapping[str, Any]) -> None:
     check(small(job, "1f1b", {"vocabulary": 4096, **changes}))
+
+
+@pytest.mark.parametrize(("schedule", "changes"), [
+    ("1f1b", {}), ("gpipe", {"recompute": "full"}), ("zb_v", {"recompute": "selective"}), ("1f1b", {"kv_heads": 2}),
+], ids=str)
+def test_masks_of_documents(job: Callable[..., JobConfig], schedule: str, changes: Mapping[str, Any]) -> None:
+    config = small(job, schedule, changes)
+    check(replace(config, data=replace(config.data, mask_documents=True)))
 
 
 @pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "none"), ("gpipe", "full")])

@@ -16,9 +16,11 @@ from raytrain3d.plan.collectives import TENSOR_DATA_PIPELINE, Group, Links, grou
 from raytrain3d.plan.cost import LayerCost
 from raytrain3d.plan.device_memory import Allocation
 from raytrain3d.plan.fit import fit, solve
+from raytrain3d.plan.found_table import found_table
 from raytrain3d.plan.makespan import compiled, stage_seconds
 from raytrain3d.plan.mesh import Mesh
-from raytrain3d.plan.search import Evaluator, Search, search_layouts
+from raytrain3d.plan.profile import Profile
+from raytrain3d.plan.search import Evaluator, Search, fewest_ranks, search_layouts
 from raytrain3d.plan.step_time import Cluster, pipeline_s
 
 Job = Callable[..., JobConfig]
@@ -119,11 +121,53 @@ def test_search_finds_what_trying_everything_finds() -> None:
     assert sum(best.config.pipeline.layers or ()) == LLAMA_8B.blocks + 2
 
 
+def test_what_memory_costs() -> None:
+    """Beside the best that fits stands the best there would be with all the memory in the world."""
+    space = Space(shardings=("optimizer",), recomputes=("none", "full"), micro_batches=(1, 2), schedules=(("1f1b", 1),))
+    tight = Evaluator(cluster=replace(CLUSTER, node=replace(A100, memory_gib=40)), allocation=Allocation())
+    for evaluator, limited in ((tight, True), (Evaluator(cluster=replace(CLUSTER, node=replace(A100, memory_gib=999)),
+                                                         allocation=Allocation()), False)):
+        found = Search(llama(), 16, evaluator, space).run()
+        assert found is not None
+        assert (found.roomy.step.total < found.best.step.total * 0.997) == limited
+        assert found.roomy.fits() != limited
+        assert ("with more of it a step would be" in found_table(found, None)) == limited
+
+
+def test_the_best_few_are_in_order_and_differ() -> None:
+    space = Space(shardings=("none", "optimizer"), recomputes=("none", "full"), micro_batches=(1, 2),
+                  schedules=(("1f1b", 1), ("zb_v", 2)))
+    evaluator = Evaluator(cluster=CLUSTER, allocation=Allocation())
+    ranked = Search(llama(), 16, evaluator, space).ranked(5)
+    times = [choice.step.total for choice in ranked]
+    assert len(ranked) == 5 and times == sorted(times)
+    assert all(choice.fits() for choice in ranked)
+    kinds = {(choice.config.mesh, choice.config.pipeline.schedule, choice.config.train.micro_batch) for choice in ranked}
+    assert len(kinds) == 5
+    tried = [evaluator.evaluate(job) for job in candidates(llama(), 16, A100, space)]
+    best: dict[object, float] = {}
+    for choice in tried:
+        if choice.fits():
+            key = choice.config.mesh, choice.config.pipeline.schedule, choice.config.train.micro_batch
+            best[key] = min(best.get(key, 1e9), choice.step.total)
+    assert times == pytest.approx(sorted(best.values())[:5])
+
+
+def test_fewest_ranks_are_the_fewest() -> None:
+    """Whole nodes, once there are several devices."""
+    evaluator = Evaluator(cluster=CLUSTER, allocation=Allocation())
+    found = fewest_ranks(llama(), 1, evaluator)
+    assert found is not None and found.fits()
+    for fewer in range(1, found.num_ranks):
+        assert Search(llama(), fewer, evaluator, whole_space()).fastest() is None, fewer
+
+
 def test_nothing_fits() -> None:
     evaluator = Evaluator(cluster=CLUSTER, allocation=Allocation())
     assert Search(llama(), 1, evaluator, whole_space()).run() is None
-    with pytest.raises(PlanError, match=r"no layout of this job fits 1 devices of a100 .* are enough: data"):
-        search_layouts(llama(), 1, CLUSTER)
+    with pytest.raises(PlanError, match=r"no layout of this job fits 1 device of a100 .*; the smallest change that fits: "
+                       r".* devices are enough: data \d x"):
+        search_layouts(llama(), 1, evaluator)
 
 
 def test_fit_finds_constants_among_wild_values() -> None:
@@ -139,13 +183,19 @@ def test_linear_equations() -> None:
 
 def test_calibration_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "calibration.json"
-    Calibration(matmul=0.5).save(str(file))
-    assert Calibration.read(str(file)) == Calibration(matmul=0.5)
-    file.write_text('{"matmull": 1}')
-    with pytest.raises(PlanError, match="unknown keys matmull: valid are attention"):
-        Calibration.read(str(file))
+    profile = Profile(calibration=Calibration(matmul=0.5), allocation=Allocation(base_gb=1.0), about="here")
+    profile.save(str(file))
+    assert Profile.read(str(file)) == profile
+    assert "matmul               0.5" in profile.text()
+    for text, error in (('{"calibration": {"matmull": 1}}', "calibration, has unknown keys matmull: valid are attention"),
+                        ('{"matmul": 1}', "has unknown keys matmul: valid are about, allocation, calibration"),
+                        ('{"allocation": {"state": "much"}}', "allocation: could not convert"), ("[]", "is no JSON object"),
+                        ('{"calibration": {"matmul": -1}}', "matmul is -1.0: must be at least 0"), ("{", "is no JSON:")):
+        file.write_text(text)
+        with pytest.raises(PlanError, match=error):
+            Profile.read(str(file))
     with pytest.raises(PlanError, match="cannot be read"):
-        Calibration.read(str(tmp_path / "none.json"))
+        Profile.read(str(tmp_path / "none.json"))
 
 
 def test_nodes_of_a_file_join_the_catalogue(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from raytrain3d.config import JobConfig, RecoveryConfig
 from raytrain3d.parallel import gradients, weights
 from raytrain3d.parallel.layer_state import LayerState
 from raytrain3d.parallel.migrate import moving_buffers
-from raytrain3d.plan.memory import layer_state_memory
+from raytrain3d.plan.state_memory import layer_state_memory
 from raytrain3d.plan.params import model_spec
 from raytrain3d.plan.plan import make_plan
 from raytrain3d.train.holding import Holding
