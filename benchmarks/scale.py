@@ -13,13 +13,14 @@ import argparse
 import io
 import json
 import os
+import pickle
 import resource
 import statistics
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -30,13 +31,14 @@ from typing import Any
 import ray
 
 from raytrain3d.config import DataConfig, JobConfig, MeshConfig, ModelConfig, RebalanceConfig, RunConfig, TrainConfig
+from raytrain3d.gang.actor import packed
 from raytrain3d.gang.controller import Controller, Job
 from raytrain3d.gang.fleet import Fleet, Limits
-from raytrain3d.gang.handle import FixedGangs, ReportSource
+from raytrain3d.gang.handle import FixedGangs, Leader
 from raytrain3d.gang.ray_cluster import OWN_ENVIRONMENT
 from raytrain3d.gang.ray_rank import RayRank
 from raytrain3d.gang.stop import StopFlag
-from raytrain3d.gang.worker import LeaseEnd, NodeFacts
+from raytrain3d.gang.worker import LeaseEnd, LeaseRequest, NodeFacts
 from raytrain3d.metrics.journal import Journal
 from raytrain3d.metrics.progress import make_progress
 from raytrain3d.metrics.records import Records
@@ -72,30 +74,31 @@ class Host:
     def __init__(self, plan: Plan, step_s: float) -> None:
         self._plan, self._step_s = plan, step_s
         self._begun: dict[int, tuple[int, int, float]] = {}
+        """By replica: first and last step of its lease, and when it began."""
 
-    async def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], rank: int) -> Any:
-        import asyncio
-        match method.__name__:
-            case "facts":
-                return NodeFacts(rank=rank, host="host", address="127.0.0.1", device="cpu", cpu_model="",
-                                 process=os.getpid())
-            case "train":
-                first, last, *_ = args
-                self._begun[rank] = (first, last, time.monotonic())
-                await asyncio.sleep((last - first + 1) * self._step_s)
-                return LeaseEnd(step=last, stopped=False)
+    async def call(self, request: bytes, rank: int) -> Any:
+        method, *_ = pickle.loads(request)
+        if method.__name__ == "facts":
+            return NodeFacts(rank=rank, host="host", address="127.0.0.1", device="cpu", cpu_model="", process=os.getpid())
         return None
 
     async def device_index(self) -> None:
         """They have no GPU."""
 
-    async def gather(self, after: int, ranks: Sequence[int]) -> list[StepReport]:
+    async def train_gang(self, lease: LeaseRequest, replica: int) -> LeaseEnd:
         """As the first rank of a gang does it."""
-        reports = [report for rank in ranks for report in self._reports(rank, after)]
+        import asyncio
+        self._begun[replica] = (lease.first, lease.last, time.monotonic())
+        await asyncio.sleep((lease.last - lease.first + 1) * self._step_s)
+        return LeaseEnd(step=lease.last, stopped=False)
+
+    async def gather(self, after: int, replica: int) -> list[StepReport]:
+        """As the first rank of a gang does it."""
+        ranks = self._plan.mesh.gang(replica)
+        reports = [report for rank in ranks for report in self._reports(rank, after, *self._begun.get(replica, (1, 0, 0.0)))]
         return merge_reports(reports, len(ranks), self._plan.mesh.tensor)
 
-    def _reports(self, rank: int, after: int) -> list[StepReport]:
-        first, last, begun = self._begun.get(rank, (1, 0, 0.0))
+    def _reports(self, rank: int, after: int, first: int, last: int, begun: float) -> list[StepReport]:
         done = min(last, first - 1 + int((time.monotonic() - begun) / self._step_s))
         layers = dict.fromkeys(self._plan.layers_of(self._plan.mesh.coordinate(rank).pipeline), 0.01)
         return [StepReport(step=step, rank=rank, loss=5.0, tokens=1000, gradient_norm=1.0, learning_rate=1e-3,
@@ -108,7 +111,7 @@ class SimulatedRank(RayRank):
     """Asked as a real one; several share a process."""
 
     def call(self, method: Any, *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._future(self.actor.call.remote(method, args, kwargs, self.rank))
+        return self._future(self.actor.call.remote(packed(method, args, kwargs), self.rank))
 
     ask = call
 
@@ -117,10 +120,11 @@ class SimulatedGang:
     """One replica on a host."""
 
     def __init__(self, plan: Plan, replica: int, host: Any) -> None:
-        ranks = list(plan.mesh.gang(replica))
-        source = ReportSource(tuple(ranks), lambda after: self.ranks[0]._future(host.gather.remote(after, ranks)))
-        self.ranks = tuple(SimulatedRank(host, RankPlace(rank=rank, bundle=0, node=f"node-{replica}"), source)
-                           for rank in ranks)
+        leader = Leader(tuple(plan.mesh.gang(replica)),
+                        train=lambda lease: self.ranks[0]._future(host.train_gang.remote(lease, replica)),
+                        reports=lambda after: self.ranks[0]._future(host.gather.remote(after, replica)))
+        self.ranks = tuple(SimulatedRank(host, RankPlace(rank=rank, bundle=0, node=f"node-{replica}"), leader)
+                           for rank in leader.ranks)
 
     def replace(self, rank: int, plan: Plan) -> None:
         raise AssertionError(f"simulated rank {rank} was lost")

@@ -21,6 +21,9 @@ def add_checkpoint_commands(commands: "Commands") -> None:
     _read_command(parts, "verify", run_checkpoint_verify, "read all of a checkpoint and compare its checksums")
     prune = add_run_command(parts, "prune", run_checkpoint_prune, "delete old checkpoints of a run")
     prune.add_argument("--keep", metavar="NUMBER", type=count_above_0, required=True, help="newest checkpoints to keep")
+    prune.add_argument("--keep-every", metavar="STEPS", type=count_above_0, help="keep those of every so many steps, too")
+    prune.add_argument("--keep-best", metavar="NUMBER", type=count_above_0,
+                       help="keep so many of lowest validation loss, too, among those that have one")
     importing = add_command(parts, "import", run_checkpoint_import, "make a checkpoint of a Hugging Face model")
     importing.add_argument("source", metavar="DIR", help="directory with config.json and safetensors files")
     importing.add_argument("--output", metavar="CHECKPOINT", required=True, help="directory or URI to write")
@@ -83,7 +86,7 @@ def run_checkpoint_prune(arguments: argparse.Namespace) -> int:
     from raytrain3d.checkpoint.store import prune, steps
 
     run = _run_location(arguments)
-    deleted = prune(run, arguments.keep)
+    deleted = prune(run, arguments.keep, keep_every=arguments.keep_every, keep_best=arguments.keep_best)
     print(f"deleted {_steps(deleted)}; {_steps(steps(run))} stay")
     return 0
 

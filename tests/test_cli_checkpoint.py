@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from raytrain3d.checkpoint.convert_import import import_huggingface
-from raytrain3d.checkpoint.store import steps
+from raytrain3d.checkpoint.store import record_loss, step_directory, steps
 from raytrain3d.cli import main
 from raytrain3d.data.prepare import prepare
 
@@ -106,6 +106,19 @@ def test_prune_keeps_the_newest(trained: tuple[Path, str], tmp_path: Path, capsy
     assert steps(str(tmp_path / "run")) == [4]
     with pytest.raises(SystemExit):
         main(["checkpoint", "prune", str(tmp_path / "run"), "--keep", "0"])
+
+
+def test_prune_also_keeps_every_nth_and_the_best(trained: tuple[Path, str], tmp_path: Path,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    """The checkpoint of step 2 has no validation loss until it is given one that is lower than that of step 4."""
+    for number, (given, loss, stay) in enumerate([
+            (("--keep-every", "2"), None, "2, 4"), (("--keep-every", "4"), None, "4"), (("--keep-every", "3"), None, "4"),
+            (("--keep-best", "2"), None, "4"), (("--keep-best", "1"), 0.5, "2, 4")]):
+        run = shutil.copytree(trained[0], tmp_path / str(number))
+        if loss is not None:
+            record_loss(step_directory(str(run), 2), loss)
+        text = output(capsys, "checkpoint", "prune", str(run), "--keep", "1", *given)
+        assert text.endswith(f"; checkpoints of steps {stay} stay\n"), given
 
 
 def test_evaluate_finds_the_loss_of_the_run(trained: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
 """Checkpoints at a URI (`s3://`, `gs://`, `hdfs://`), through pyarrow filesystems.
 
 Files are written to a local spool and go up from there, and what fails is tried again: a request to a remote store fails
-now and then. Besides the token data, the only file that imports pyarrow, and only a URI imports it.
+now and then. One that hangs fails after a while. Besides the token data, the only file that imports pyarrow, and only a URI
+imports it.
 """
 
 import shutil
@@ -10,12 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader, RawIOBase
 from typing import Any
+from uuid import uuid4
 
 from pyarrow.fs import FileSelector, FileSystem, FileType
 
 from raytrain3d.checkpoint.storage import PARTIAL, OpenFile, errors_named
 from raytrain3d.errors import CheckpointError
-from raytrain3d.files import retried
+from raytrain3d.files import ANSWER_S, Answering, in_time, retried
 
 BLOCK_BYTES = 1 << 22
 
@@ -23,7 +25,7 @@ BLOCK_BYTES = 1 << 22
 def open_remote(location: str) -> "RemoteFolder":
     """The folder of a URI; raises CheckpointError naming a URI that pyarrow cannot open."""
     try:
-        filesystem, root = FileSystem.from_uri(location)
+        filesystem, root = in_time(lambda: FileSystem.from_uri(location), ANSWER_S)
     except (ValueError, OSError) as error:
         raise CheckpointError(f"cannot open storage {location}: {error}") from error
     return RemoteFolder(filesystem, root)
@@ -33,7 +35,7 @@ class RemoteFolder:
     """A directory of a pyarrow filesystem."""
 
     def __init__(self, filesystem: Any, root: str) -> None:
-        self._filesystem = filesystem
+        self._real, self._filesystem = filesystem, Answering(filesystem)
         self._root = root.rstrip("/")
 
     @property
@@ -41,7 +43,7 @@ class RemoteFolder:
         return f"{self._filesystem.type_name}:{self._root}"
 
     def child(self, name: str) -> "RemoteFolder":
-        return RemoteFolder(self._filesystem, f"{self._root}/{name}")
+        return RemoteFolder(self._real, f"{self._root}/{name}")
 
     def names(self) -> list[str]:
         selector = FileSelector(self._root, allow_not_found=True)
@@ -87,9 +89,10 @@ class RemoteFolder:
         if self._filesystem.type_name in ("s3", "gcs"):
             self._copy(local, f"{self._root}/{name}")
             return
+        partial = f"{self._root}/.{name}.{uuid4().hex[:8]}{PARTIAL}"  # one that hung may still be written to
         self._filesystem.create_dir(self._root, recursive=True)
-        self._copy(local, f"{self._root}/.{name}{PARTIAL}")
-        self._filesystem.move(f"{self._root}/.{name}{PARTIAL}", f"{self._root}/{name}")
+        self._copy(local, partial)
+        self._filesystem.move(partial, f"{self._root}/{name}")
 
     def _copy(self, local: str, target: str) -> None:
         with open(local, "rb") as source, self._filesystem.open_output_stream(target) as sink:
@@ -110,12 +113,17 @@ class _RetryingFile(RawIOBase):
         return int(self._file.seek(offset, whence))
 
     def readinto(self, buffer: Any, /) -> int:
+        """Not by the file's own: one that hangs might write into the buffer later on."""
         start = self._file.tell()
 
-        def read() -> int:
+        def read() -> bytes:
             self._file.seek(start)
-            return int(self._file.readinto(buffer))
-        return retried(read)
+            block: bytes = self._file.read(len(buffer))
+            return block
+
+        block = retried(read)
+        buffer[:len(block)] = block
+        return len(block)
 
 
 @contextmanager

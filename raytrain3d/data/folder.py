@@ -13,7 +13,7 @@ from pyarrow.fs import FileSystem
 
 from raytrain3d.config import DataConfig
 from raytrain3d.errors import DataError
-from raytrain3d.files import retried
+from raytrain3d.files import ANSWER_S, Answering, in_time, retried
 
 GIB = 1 << 30
 BLOCK_BYTES = 1 << 22
@@ -64,9 +64,10 @@ class CachedFolder:
     def __init__(self, uri: str, cache: Cache) -> None:
         self._uri, self._cache = uri.rstrip("/"), cache
         try:
-            self._filesystem, self._root = FileSystem.from_uri(self._uri)
+            filesystem, self._root = in_time(lambda: FileSystem.from_uri(self._uri), ANSWER_S)
         except (OSError, ValueError) as error:
             raise DataError(f"{uri} cannot be opened ({error})") from None
+        self._filesystem = Answering(filesystem)
         self._directory = Path(cache.directory) / hashlib.blake2b(self._uri.encode(), digest_size=8).hexdigest()
 
     def local(self, name: str) -> Path:
@@ -122,10 +123,10 @@ def open_folder(path: str, cache: Cache) -> Folder:
 
 def read_remote(uri: str) -> bytes:
     """All of a small remote file. OSError when it cannot be read."""
-    filesystem, path = FileSystem.from_uri(uri)
+    filesystem, path = in_time(lambda: FileSystem.from_uri(uri), ANSWER_S)
 
     def read() -> Any:
-        with filesystem.open_input_file(path) as file:
+        with Answering(filesystem).open_input_file(path) as file:
             return file.read()
 
     content: bytes = retried(read)

@@ -16,13 +16,14 @@ from math import isqrt
 from raytrain3d.data.mixture import Mixture
 
 _MASK = (1 << 64) - 1
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _ROUNDS = 8
 
 
 def _mix(value: int) -> int:
     """Finalizer of splitmix64 (Steele, Lea and Flood, 2014): 64 bits to 64 bits, every input bit reaches all."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
+    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
     return value ^ (value >> 31)
 
 
@@ -56,8 +57,11 @@ class Permutation:
         """A bijection of the square [0, side * side), which holds fewer than 2 * side numbers outside [0, size)."""
         side = self.side
         left, right = divmod(value, side)
-        for key in self.keys:
-            left, right = right, (left + _mix(right ^ key)) % side
+        for key in self.keys:  # as `_mix` does it: calls would take as long as copying the sample
+            mixed = right ^ key
+            mixed = ((mixed ^ (mixed >> 30)) * _FIRST) & _MASK
+            mixed = ((mixed ^ (mixed >> 27)) * _SECOND) & _MASK
+            left, right = right, (left + (mixed ^ (mixed >> 31))) % side
         return left * side + right
 
 

@@ -117,6 +117,8 @@ class Stretch:
     def _run(self, start: int, counts: Counts, until: Counts | None) -> Block:
         """A block by earliest deadline first. until: counts at its end. Absent: what earliest deadlines give."""
         end, done = start + self.block_size, list(counts)
+        if len(done) == 1:  # the usual case, for which the search would take as long as reading the samples
+            return Block(bytearray(self.block_size), array("q", range(start, end)))
 
         def window(source: int) -> tuple[int, int]:
             """First place of the source's next sample, and its deadline."""

@@ -14,11 +14,11 @@ from typing import TypeVar
 from raytrain3d.checkpoint.progress import SaveProgress, SaveStart
 from raytrain3d.errors import RankFailed
 from raytrain3d.gang.failure import Sign, raised
-from raytrain3d.gang.handle import Answers, Gangs, RankDied, RankHandle, RankRaised
+from raytrain3d.gang.handle import Answers, Gangs, RankDied, RankHandle, RankRaised, leaders_of
 from raytrain3d.gang.hang import HangWatch
 from raytrain3d.gang.reports import ReportReader
 from raytrain3d.gang.stop import StopFlag
-from raytrain3d.gang.worker import LeaseEnd, NodeFacts, RankWorker
+from raytrain3d.gang.worker import LeaseEnd, LeaseRequest, NodeFacts, RankWorker
 from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.plan import Plan
 from raytrain3d.train.report import EvaluationReport, StepReport
@@ -64,9 +64,9 @@ class Limits:
 class Lease:
     """A run of steps under way on every rank."""
 
-    first: int
-    last: int
+    request: LeaseRequest
     futures: Mapping[int, Future[LeaseEnd]]
+    """By the first rank of a leader."""
     answers: Answers
 
 
@@ -75,7 +75,7 @@ class Fleet:
 
     def __init__(self, gangs: Gangs, stop: StopFlag, limits: Limits) -> None:
         self.gangs, self._stop, self._limits = gangs, stop, limits
-        self._watch = HangWatch(limits.hang_s)
+        self._watch, self._generation = HangWatch(limits.hang_s), 0
         self._reader = ReportReader(self._ranks, after=0)
 
     @property
@@ -106,6 +106,7 @@ class Fleet:
 
     def join(self, host: str, port: int, generation: int) -> None:
         """Every rank makes its trainer and joins the groups of `generation`."""
+        self._generation = generation
         futures = {handle.rank: handle.call(RankWorker.join, host, port, generation, self.replicas)
                    for handle in self._ranks}
         self._all("joining", futures, self._limits.work_s, may_stop=generation == 0)
@@ -157,14 +158,15 @@ class Fleet:
     def train(self, first: int, last: int, left_out: frozenset[int] = frozenset()) -> Lease:
         """Start a lease; `wait` tells when it has ended. Steps in `left_out` are passed over."""
         self._watch.begin()
-        futures = {handle.rank: handle.call(RankWorker.train, first, last, left_out) for handle in self._ranks}
-        return Lease(first, last, futures, Answers(futures.values()))
+        request = LeaseRequest(first=first, last=last, left_out=left_out, generation=self._generation)
+        futures = {leader.ranks[0]: leader.train(request) for leader in leaders_of(self._ranks)}
+        return Lease(request, futures, Answers(futures.values()))
 
     def wait(self, lease: Lease, limit_s: float, plan: Plan) -> LeaseEnd | None:
         """How the lease ended, or None when it is still running after `limit_s`. plan: what the ranks are running."""
         lease.answers.wait(limit_s)
         if lease.answers.any_failed:
-            raise self._failure(lease.futures, None)
+            raise self._lease_failure(lease)
         if not lease.answers.all_there:
             hung = self._watch.check(self._ranks, plan)
             if hung is not None:
@@ -172,8 +174,17 @@ class Fleet:
             return None
         ends = {future.result() for future in lease.futures.values()}
         if len(ends) > 1:
-            raise RankFailed(f"ranks left the lease of steps {lease.first} to {lease.last} differently: {ends}", rank=0)
+            raise RankFailed(f"ranks left the lease of steps {lease.request.first} to {lease.request.last} differently: "
+                             f"{ends}", rank=0)
         return ends.pop()
+
+    def _lease_failure(self, lease: Lease) -> FleetFailed:
+        """As the ranks tell it; if none of them knows of an error, as their leaders do."""
+        found = self._failure({handle.rank: handle.call(RankWorker.error) for handle in self._ranks}, None)
+        if found.signs:
+            return found
+        return FleetFailed([self._sign(rank, lease.futures[rank].exception(), None)
+                            for rank in sorted(_failed(lease.futures))])
 
     def reports(self, *, limit_s: float, until: int | None = None) -> list[tuple[StepReport, ...]]:
         """Reports of all ranks for every step that all have newly reported. Waits `limit_s` at most: for one answer, or

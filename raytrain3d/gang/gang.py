@@ -10,13 +10,13 @@ from contextlib import contextmanager
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from raytrain3d.gang.handle import ReportSource
+from raytrain3d.gang.handle import Leader
 from raytrain3d.gang.placing import is_placed, request_gang, wait_for_capacity
 from raytrain3d.gang.ray_nodes import node_names
 from raytrain3d.gang.ray_notices import Watchers
 from raytrain3d.gang.ray_rank import RayRank, RaySpares, start_rank
 from raytrain3d.gang.stop import StopFlag
-from raytrain3d.gang.worker import RankSettings
+from raytrain3d.gang.worker import LeaseEnd, LeaseRequest, RankSettings
 from raytrain3d.plan.placement import place_ranks
 from raytrain3d.plan.plan import Plan
 from raytrain3d.train.report import StepReport
@@ -32,13 +32,13 @@ class RayGang:
     def __init__(self, group: PlacementGroup, settings: Sequence[RankSettings], spares: RaySpares) -> None:
         self._group, self._spares = group, spares
         self._settings = {each.rank: each for each in settings}
-        self._source = ReportSource(tuple(self._settings), self._gather)
+        self._leader = Leader(tuple(self._settings), self._train, self._gather)
         names = node_names()
         first = settings[0]
         replica = first.plan.mesh.coordinate(first.rank).data
         bundles = placement_group_table(group)["bundles_to_node_id"]
         places = place_ranks(first.plan.mesh, replica, {bundle: names[node] for bundle, node in bundles.items()})
-        self.ranks = tuple(RayRank(start_rank(each, group, place.bundle), place, self._source)
+        self.ranks = tuple(RayRank(start_rank(each, group, place.bundle), place, self._leader)
                            for place, each in zip(places, settings, strict=True))
         self._appoint_leader()
 
@@ -52,13 +52,15 @@ class RayGang:
         self.ranks = tuple(self._new(old, settings) if old.rank == rank else old for old in self.ranks)
         self._appoint_leader()
 
+    def _train(self, lease: LeaseRequest) -> Future[LeaseEnd]:
+        return self.ranks[0].train_gang(lease)
+
     def _gather(self, after: int) -> Future[list[StepReport]]:
         return self.ranks[0].gather(after)
 
     def _appoint_leader(self) -> None:
-        """The first rank reads the others' reports, beside its training."""
-        first, *others = self.ranks
-        first.actor.lead.remote([other.actor for other in others])
+        """The first rank passes on leases and reads the others' reports, beside its training."""
+        self.ranks[0].actor.lead.remote([rank.actor for rank in self.ranks])
 
     def _new(self, old: RayRank, settings: RankSettings) -> RayRank:
         """In the same bundle, on whatever node that is by now: a spare there, or a new actor."""
@@ -67,9 +69,9 @@ class RayGang:
         place = dataclasses.replace(old.place, node=node_names().get(node, old.place.node))
         spare = self._spares.take(node) if place.node == old.node else None
         if spare is None:
-            return RayRank(start_rank(settings, self._group, place.bundle), place, self._source)
+            return RayRank(start_rank(settings, self._group, place.bundle), place, self._leader)
         spare.become.remote(settings, old.device_index)
-        return RayRank(spare, place, self._source)
+        return RayRank(spare, place, self._leader)
 
     def kill(self) -> None:
         wait([rank.kill() for rank in self.ranks], timeout=KILL_LIMIT_S)

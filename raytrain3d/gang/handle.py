@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from raytrain3d.gang.worker import RankError, RankWorker
+from raytrain3d.gang.worker import LeaseEnd, LeaseRequest, RankError, RankWorker
 from raytrain3d.plan.plan import Plan
 from raytrain3d.train.report import StepReport
 
@@ -31,20 +31,23 @@ class RankRaised(Exception):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class ReportSource:
-    """Where step reports of some ranks are read, so that a large fleet costs the driver a request for each gang."""
+class Leader:
+    """Who trains and reports for some ranks, so that a large fleet costs the driver a request for each gang."""
 
     ranks: tuple[int, ...]
-    ask: Callable[[int], Future[list[StepReport]]]
-    """Steps after the given one that all these ranks have done, a report for each tensor group; acknowledges older ones."""
+    train: Callable[[LeaseRequest], Future[LeaseEnd]]
+    """A lease on all of them. Fails with the first that fails; what happened the ranks are to be asked themselves, since
+    the leader may be the one that is lost."""
+    reports: Callable[[int], Future[list[StepReport]]]
+    """Steps after the given one that all of them have done, a report for each tensor group; acknowledges older ones."""
 
 
 class RankHandle(Protocol):
     """One rank."""
 
     @property
-    def source(self) -> ReportSource:
-        """The one that has its reports, perhaps with those of others."""
+    def leader(self) -> Leader:
+        """Perhaps one that it has in common with others."""
 
     @property
     def rank(self) -> int: ...
@@ -58,6 +61,11 @@ class RankHandle(Protocol):
 
     def ask(self, method: Callable[Concatenate[RankWorker, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run a method at once, beside a call that may be under way."""
+
+
+def leaders_of(ranks: Iterable[RankHandle]) -> list[Leader]:
+    """Each once."""
+    return list(dict.fromkeys(handle.leader for handle in ranks))
 
 
 class Gang(Protocol):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from raytrain3d.gang.failure import exit_cause
-from raytrain3d.gang.handle import RankDied, ReportSource, settle
+from raytrain3d.gang.handle import Leader, RankDied, settle
 from raytrain3d.gang.worker import RankSettings, RankWorker
 from raytrain3d.metrics.logs import close_log
 from raytrain3d.plan.plan import Plan
@@ -33,7 +33,8 @@ class LocalRank:
     def __init__(self, settings: RankSettings, started: "Started") -> None:
         self.rank = settings.rank
         self.node = socket.gethostname()
-        self.source = ReportSource((self.rank,), lambda after: self.ask(RankWorker.reports, after))
+        self.leader = Leader((self.rank,), train=lambda lease: self.call(RankWorker.train, lease),
+                             reports=lambda after: self.ask(RankWorker.reports, after))
         self._process, self._connection = started
         self._waiting: dict[int, Future[Any]] = {}
         self._count = 0
@@ -193,7 +194,8 @@ class InlineRank:
     def __init__(self, settings: RankSettings) -> None:
         self.rank = settings.rank
         self.node = socket.gethostname()
-        self.source = ReportSource((self.rank,), lambda after: self.ask(RankWorker.reports, after))
+        self.leader = Leader((self.rank,), train=lambda lease: self.call(RankWorker.train, lease),
+                             reports=lambda after: self.ask(RankWorker.reports, after))
         self._log = settings.open_log()
         self._worker = RankWorker(settings)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank 0")

@@ -11,10 +11,10 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from raytrain3d.gang.actor import RANK_ACTOR
-from raytrain3d.gang.handle import RankDied, ReportSource, settle
+from raytrain3d.gang.actor import RANK_ACTOR, packed
+from raytrain3d.gang.handle import Leader, RankDied, settle
 from raytrain3d.gang.ray_cluster import NAMESPACE
-from raytrain3d.gang.worker import RankError, RankSettings, RankWorker
+from raytrain3d.gang.worker import LeaseEnd, LeaseRequest, RankError, RankSettings, RankWorker
 from raytrain3d.plan.placement import RankPlace
 from raytrain3d.train.report import StepReport
 
@@ -28,24 +28,28 @@ REFILL_S = 10.0
 class RayRank:
     """A rank in a Ray actor."""
 
-    def __init__(self, actor: Any, place: RankPlace, source: ReportSource) -> None:
-        self.rank, self.node, self.place, self.source = place.rank, place.node, place, source
+    def __init__(self, actor: Any, place: RankPlace, leader: Leader) -> None:
+        self.rank, self.node, self.place, self.leader = place.rank, place.node, place, leader
         self.actor = actor
         self._device_index: Future[int | None] = self._future(actor.device_index.remote())
 
     def call(self, method: Callable[Concatenate[RankWorker, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        return self._future(self.actor.call.remote(method, args, kwargs))
+        return self._future(self.actor.call.remote(packed(method, args, kwargs)))
 
     def ask(self, method: Callable[Concatenate[RankWorker, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        return self._future(self.actor.ask.remote(method, args, kwargs))
+        return self._future(self.actor.ask.remote(packed(method, args, kwargs)))
 
     @property
     def device_index(self) -> int | None:
         """Of its GPU; absent on CPU, and while it has not told it."""
         return self._device_index.result() if self._device_index.done() and not self._device_index.exception() else None
 
+    def train_gang(self, lease: LeaseRequest) -> Future[LeaseEnd]:
+        """The gang that this rank leads; see Leader."""
+        return self._future(self.actor.train_gang.remote(lease))
+
     def gather(self, after: int) -> Future[list[StepReport]]:
-        """Of the gang that this rank leads; see ReportSource."""
+        """Reports of the gang that this rank leads; see Leader."""
         return self._future(self.actor.gather.remote(after))
 
     def kill(self) -> Future[Any]:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 
-from raytrain3d.gang.handle import RankHandle, ReportSource
+from raytrain3d.gang.handle import Leader, RankHandle, leaders_of
 from raytrain3d.gang.worker import RankWorker
 from raytrain3d.train.report import StepReport
 
@@ -14,14 +14,14 @@ LONGEST_PAUSE_S = 10.0
 
 
 class ReportReader:
-    """Asks every source for new reports, about once a step if steps are long, and puts those of a step together."""
+    """Asks every leader for new reports, about once a step if steps are long, and puts those of a step together."""
 
     def __init__(self, ranks: Sequence[RankHandle], after: int) -> None:
         self._ranks = ranks
-        self._sources = list({id(handle.source): handle.source for handle in ranks}.values())
+        self._leaders = leaders_of(ranks)
         self.latest = {handle.rank: after for handle in ranks}
         """Rank -> its last reported step."""
-        self._pending: dict[ReportSource, Future[list[StepReport]]] = {}
+        self._pending: dict[Leader, Future[list[StepReport]]] = {}
         self._steps: defaultdict[int, dict[int, StepReport]] = defaultdict(dict)
         self._pause, self._asked = 0.0, 0.0
 
@@ -35,14 +35,14 @@ class ReportReader:
         a rank that cannot answer is the business of whoever waits for its lease. now: even if it is early."""
         if now or time.monotonic() - self._asked >= self._pause:
             self._asked = time.monotonic()
-            for source in self._sources:
-                if source not in self._pending:
-                    self._pending[source] = source.ask(self.latest[source.ranks[0]])
+            for leader in self._leaders:
+                if leader not in self._pending:
+                    self._pending[leader] = leader.reports(self.latest[leader.ranks[0]])
         wait(self._pending.values(), timeout=limit_s)
-        for source in [source for source, future in self._pending.items() if future.done()]:
-            future = self._pending.pop(source)
+        for leader in [leader for leader, future in self._pending.items() if future.done()]:
+            future = self._pending.pop(leader)
             if future.exception() is None:
-                self._take(source.ranks, future.result())
+                self._take(leader.ranks, future.result())
         whole = self._up_to(self.reached)
         if whole:
             self._pause = min(LONGEST_PAUSE_S, max(report.seconds for report in whole[-1]))
@@ -60,9 +60,11 @@ class ReportReader:
         return [*whole, *self._up_to(until)]
 
     def _take(self, ranks: Sequence[int], reports: Sequence[StepReport]) -> None:
+        """reports: in order of step."""
         for report in reports:
             self._steps[report.step][report.rank] = report
-            self.latest.update(dict.fromkeys(ranks, report.step))
+        if reports:
+            self.latest.update(dict.fromkeys(ranks, reports[-1].step))
 
     def _up_to(self, step: int) -> list[tuple[StepReport, ...]]:
         found = sorted(each for each in self._steps if each <= step)

@@ -70,6 +70,18 @@ class NodeFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LeaseRequest:
+    """A run of steps that every rank is to do."""
+
+    first: int
+    last: int
+    left_out: frozenset[int]
+    """Steps that are passed over."""
+    generation: int
+    """Whose ranks it is meant for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseEnd:
     """How a lease ended on one rank."""
 
@@ -120,6 +132,9 @@ class RankWorker:
         self._reports: deque[StepReport] = deque()
         self._lock = threading.Lock()
         self._step: int | None = None
+        self._generation: int | None = None
+        self._error: RankError | None = None
+        """Of the last call that raised in this generation."""
         self._thread: int | None = None
         """The one that runs calls."""
 
@@ -130,7 +145,7 @@ class RankWorker:
         try:
             return method(self, *args, **kwargs)
         except Exception as caught:  # noqa: BLE001 - the driver must hear of anything
-            error = self._describe(caught)
+            error = self._error = self._describe(caught)
         # Here the exception and its traceback are gone, and with them the works and groups they held.
         logger.error("%s: %s\n%s", error.kind, error.message, error.traceback)
         self._disconnect()
@@ -162,6 +177,7 @@ class RankWorker:
         """Make the trainer, then all groups of `generation` through the driver's store. replicas: those that have ranks."""
         self.prepare()
         self._connected.connect(host, port, generation, replicas)
+        self._generation, self._error = generation, None
         logger.info("process %d joined generation %d", os.getpid(), generation)
 
     def join_ring(self, peers: tuple[int, ...]) -> None:
@@ -210,20 +226,27 @@ class RankWorker:
         self._step = step
         logger.info("holding the snapshot of step %d, ranks filled: %s", step, [rank for rank, _ in fills])
 
-    def train(self, first: int, last: int, left_out: frozenset[int]) -> LeaseEnd:
-        """A lease: steps `first` to `last`, or until some rank was asked to stop, or numbers were not finite. Steps in
-        `left_out` are passed over."""
+    def train(self, lease: LeaseRequest) -> LeaseEnd:
+        """All steps of a lease, or until some rank was asked to stop, or numbers were not finite. None, if it comes so late
+        that another generation has begun."""
+        if lease.generation != self._generation:
+            logger.warning("a lease of generation %d comes too late", lease.generation)
+            return LeaseEnd(step=lease.first - 1, stopped=False)
         self._connected.begin_lease()
-        for n in range(first, last + 1):
+        for n in range(lease.first, lease.last + 1):
             self._step = n
             trainer = self._connected
-            report = self._written_down(trainer.pass_over(n) if n in left_out else trainer.step(n))
+            report = self._written_down(trainer.pass_over(n) if n in lease.left_out else trainer.step(n))
             with self._lock:
                 self._reports.append(report)
             logger.debug("step %d loss %.6f in %.3f s", n, report.loss, report.seconds)
-            if report.stop or (report.skipped and n not in left_out):
+            if report.stop or (report.skipped and n not in lease.left_out):
                 return LeaseEnd(step=n, stopped=report.stop, skipped=report.skipped)
-        return LeaseEnd(step=last, stopped=False)
+        return LeaseEnd(step=lease.last, stopped=False)
+
+    def error(self) -> RankError | None:
+        """What the last call that raised in this generation ended with."""
+        return self._error
 
     def evaluate(self) -> EvaluationReport:
         return self._connected.evaluate()

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 720, 240
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 34
+LEFT, RIGHT, TOP, BOTTOM = 64, 16, 24, 34
+ROW_HEIGHT, TIMELINE_WIDTH = 26, 1120
+"""Of timelines, which stand alone in their row of a page."""
 NUM_COLOURS = 8
 MOST_POINTS = 400
 """Of a longer curve neighbours are averaged."""
@@ -111,19 +113,18 @@ def bar_chart(bars: Sequence[Bar], *, unit: str, height: int = HEIGHT) -> str:
 
 def timeline_chart(rows: Sequence[tuple[str, Sequence[Block]]], *, seconds: float) -> str:
     """A row for each rank, time from left to right, what is blank is idle. seconds: length of the axis."""
-    row_height, height = 26, TOP + BOTTOM + 26 * len(rows)
-    left = LEFT + 24
-    across = Scale(0.0, seconds, left, WIDTH - RIGHT)
+    height, left, right = TOP + BOTTOM + ROW_HEIGHT * len(rows), LEFT + 24, TIMELINE_WIDTH - RIGHT
+    across = Scale(0.0, seconds, left, right)
     unit, scale = ("ms", 1e3) if seconds < 1 else ("s", 1.0)
     parts = []
     for tick in nice_ticks(0.0, seconds * scale):
         x = across(tick / scale)
-        if x <= WIDTH - RIGHT + 1:
+        if x <= right + 1:
             parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>'
                          f'<text class="axis middle" x="{x:.1f}" y="{height - BOTTOM + 16}">{number(tick)}</text>')
-    parts.append(f'<text class="axis end" x="{WIDTH - RIGHT}" y="{height - 4}">{unit}</text>')
+    parts.append(f'<text class="axis end" x="{right}" y="{height - 4}">{unit}</text>')
     for index, (name, blocks) in enumerate(rows):
-        y = TOP + index * row_height
+        y = TOP + index * ROW_HEIGHT
         parts.append(f'<text class="axis end row" x="{left - 6}" y="{y + 17}">{escape(name)}</text>')
         for block in blocks:
             x, width = across(block.start), max(across(block.end) - across(block.start), 0.5)
@@ -134,7 +135,8 @@ def timeline_chart(rows: Sequence[tuple[str, Sequence[Block]]], *, seconds: floa
                 parts.append(f'<text class="op middle" x="{x + width / 2:.1f}" y="{y + 17}">{escape(block.text)}</text>')
     shown = {block.kind for _, blocks in rows for block in blocks}
     names = (("forward", "forward"), ("backward", "backward"), ("input", "input gradient"), ("weight", "weight gradient"))
-    return _svg("".join(parts), "timeline", height) + legend([(name, f"op {kind}") for kind, name in names if kind in shown])
+    return _svg("".join(parts), "timeline", height, TIMELINE_WIDTH) + legend(
+        [(name, f"op {kind}") for kind, name in names if kind in shown])
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
@@ -193,7 +195,7 @@ def number(value: float) -> str:
 def _grid(ticks: Sequence[float], up: Scale, unit: str) -> str:
     lines = "".join(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{up(tick):.1f}" y2="{up(tick):.1f}"/>'
                     f'<text class="axis end" x="{LEFT - 6}" y="{up(tick) + 4:.1f}">{number(tick)}</text>' for tick in ticks)
-    return f'{lines}<text class="axis" x="2" y="{TOP - 3}">{escape(unit)}</text>'
+    return f'{lines}<text class="axis" x="2" y="10">{escape(unit)}</text>'
 
 
 def _steps(across: Scale, label: str) -> str:
@@ -203,5 +205,5 @@ def _steps(across: Scale, label: str) -> str:
     return f'{texts}<text class="axis end" x="{WIDTH - RIGHT}" y="{HEIGHT - 3}">{escape(label)}</text>'
 
 
-def _svg(inside: str, kind: str, height: int = HEIGHT) -> str:
-    return f'<svg class="{kind}" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{kind}">{inside}</svg>'
+def _svg(inside: str, kind: str, height: int = HEIGHT, width: int = WIDTH) -> str:
+    return f'<svg class="{kind}" viewBox="0 0 {width} {height}" role="img" aria-label="{kind}">{inside}</svg>'

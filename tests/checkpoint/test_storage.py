@@ -2,7 +2,10 @@
 
 import os
 import tempfile
+import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +120,15 @@ class Flaky:
         from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
         self._real = SubTreeFileSystem(str(root), LocalFileSystem())
         self.failures: Counter[str] = Counter()
+        self.hangs: set[str] = set()
+        """Methods that do not come back before `released`."""
+        self.released = threading.Event()
         self.type_name = "flaky"
 
     def __getattr__(self, name: str) -> Any:
         def method(*arguments: Any, **keywords: Any) -> Any:
+            if name in self.hangs:
+                self.released.wait()
             if self.failures[name] > 0:
                 self.failures[name] -= 1
                 raise OSError("connection reset")
@@ -142,6 +150,69 @@ def test_a_request_that_fails_is_made_again(tmp_path: Path, monkeypatch: pytest.
     flaky.failures.update(move=3)
     with pytest.raises(CheckpointError, match=r"cannot write flaky:a/x: connection reset"):
         _write(folder, "x", b"whole")
+
+
+@pytest.fixture
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flaky]:
+    """A filesystem whose calls may take 50 ms."""
+    monkeypatch.setattr(files, "ANSWER_S", 0.05)
+    flaky = Flaky(tmp_path)
+    yield flaky
+    flaky.released.set()
+
+
+@pytest.mark.parametrize("call", ["create_dir", "open_output_stream", "move", "get_file_info", "open_input_file",
+                                  "delete_file"])
+def test_a_store_that_hangs_is_an_error(call: str, hanging: Flaky) -> None:
+    folder = RemoteFolder(hanging, "a")
+    _write(folder, "x", b"whole")
+    hanging.hangs = {call}
+    start = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"cannot (write|list|read|delete) .*: the store gave no answer in 0.05 s"):
+        match call:
+            case "get_file_info":
+                folder.names()
+            case "open_input_file":
+                with folder.reading("x"):
+                    pass
+            case "delete_file":
+                folder.remove("x")
+            case _:
+                _write(folder, "x", b"other")
+    assert time.monotonic() - start < 1, "and is not asked again at once"
+    hanging.hangs.clear()
+    with folder.reading("x") as path:
+        assert Path(path).read_bytes() == b"whole"
+
+
+def test_a_file_that_hangs_is_given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where closing it would hang: what is read late goes nowhere."""
+    class Stuck:
+        closing, released = threading.Event(), threading.Event()
+
+        def read(self, size: int) -> bytes:
+            self.released.wait()
+            return b"late" * size
+
+        def close(self) -> None:
+            self.closing.set()
+            self.released.wait()
+
+    monkeypatch.setattr(files, "ANSWER_S", 0.05)
+    start = time.monotonic()
+    with pytest.raises(files.NoAnswer, match=r"no answer in 0\.05 s"), files.Answering(Stuck()) as file:
+        file.read(1)
+    assert time.monotonic() - start < 1 and Stuck.closing.wait(10)
+    Stuck.released.set()
+
+
+def test_what_a_call_raises_or_has_is_passed_on(tmp_path: Path) -> None:
+    flaky = Flaky(tmp_path)
+    answering = files.Answering(flaky)
+    assert answering.type_name == "flaky"
+    flaky.failures.update(create_dir=1)
+    with pytest.raises(OSError, match="connection reset"):
+        answering.create_dir("a")
 
 
 def test_a_spool_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

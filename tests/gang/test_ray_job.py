@@ -133,11 +133,14 @@ def run_with_a_kill(config: JobConfig, victim: str, cluster: str, *,
     return text, before, after
 
 
-def test_a_killed_actor_is_replaced_in_its_bundle(cluster: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [2, 3])
+def test_a_killed_actor_is_replaced_in_its_bundle(rank: int, cluster: str, tmp_path: Path) -> None:
+    """Rank 2 leads its gang."""
     config = fake_job(tmp_path, steps=10_000, mesh=(2, 2, 1), deaths=1)
-    text, before, after = run_with_a_kill(config, "raytrain3d/job/rank-0003 pipeline 1", cluster)
-    assert "rank 3 filled from rank 1; goes on after step" in text
-    assert {name for name in before if before[name] != after[name]} == {"raytrain3d/job/rank-0003 pipeline 1"}
+    victim = f"raytrain3d/job/rank-{rank:04d} pipeline {rank % 2}"
+    text, before, after = run_with_a_kill(config, victim, cluster)
+    assert f"rank {rank} filled from rank {rank - 2}; goes on after step" in text
+    assert {name for name in before if before[name] != after[name]} == {victim}
 
 
 def test_a_spare_takes_the_place_of_a_killed_actor(cluster: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Step reports on their way to the driver: merged by tensor group, whole once all sources have them, asked for at the
+"""Step reports on their way to the driver: merged by tensor group, whole once all leaders have them, asked for at the
 pace of steps; and the wait for many answers at once."""
 
 import threading
@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from raytrain3d.gang.handle import Answers, ReportSource
+from raytrain3d.gang.handle import Answers, Leader
 from raytrain3d.gang.reports import ReportReader
+from raytrain3d.gang.worker import LeaseEnd, LeaseRequest
 from raytrain3d.train.report import StepReport, merge_reports
 
 
@@ -32,17 +33,20 @@ def test_only_steps_that_all_ranks_have_done_are_merged() -> None:
 
 
 class Gang:
-    """Two ranks that share a source, and answer by themselves too."""
+    """Two ranks that share a leader, and answer by themselves too."""
 
     def __init__(self, first: int) -> None:
         self.reports: dict[int, list[StepReport]] = {first: [], first + 1: []}
         self.is_led, self.asked = True, 0
-        source = ReportSource(tuple(self.reports), self._gather)
-        self.handles = [Handle(rank, source, self) for rank in self.reports]
+        leader = Leader(tuple(self.reports), train=self._train, reports=self._gather)
+        self.handles = [Handle(rank, leader, self) for rank in self.reports]
 
     def did(self, step: int, seconds: float = 0.0) -> None:
         for rank, reports in self.reports.items():
             reports.append(report(rank, step, seconds=seconds))
+
+    def _train(self, lease: LeaseRequest) -> Future[LeaseEnd]:
+        raise AssertionError("nobody trains")
 
     def _gather(self, after: int) -> Future[list[StepReport]]:
         self.asked += 1
@@ -53,8 +57,8 @@ class Gang:
 class Handle:
     node = "here"
 
-    def __init__(self, rank: int, source: ReportSource, gang: Gang) -> None:
-        self.rank, self.source, self._gang = rank, source, gang
+    def __init__(self, rank: int, leader: Leader, gang: Gang) -> None:
+        self.rank, self.leader, self._gang = rank, leader, gang
 
     def ask(self, method: Any, after: int) -> Future[Any]:
         return answer([each for each in self._gang.reports[self.rank] if each.step > after])

@@ -22,7 +22,7 @@ from raytrain3d.metrics.found_report import found_report
 from raytrain3d.metrics.records import Records
 from raytrain3d.metrics.run_report import run_report
 from raytrain3d.metrics.summary import RebalanceSummary, summarize
-from raytrain3d.metrics.svg import Curve, line_chart, nice_ticks, number, thinned
+from raytrain3d.metrics.svg import Bar, Curve, bar_chart, line_chart, nice_ticks, number, thinned
 from raytrain3d.plan.calibration import Calibration
 from raytrain3d.plan.catalogue import NODES
 from raytrain3d.plan.device_memory import Allocation
@@ -186,6 +186,15 @@ def test_ticks_are_round_and_contain_the_values() -> None:
     for low, high in ((3.0, 3.0), (-1e-6, 2e-6), (0.7, 1234.0), (0.0, 1e12)):
         ticks = nice_ticks(low, high)
         assert ticks[0] <= low and ticks[-1] >= high and 2 <= len(ticks) <= 9
+
+
+def test_the_unit_stands_above_the_top_tick() -> None:
+    """Text is 11 high."""
+    lines = line_chart([Curve("c", [(1, 1.0), (2, 2.0)])], unit="nats")
+    for chart in (lines, bar_chart([Bar("0", [("f", 1.0)], 0)], unit="s")):
+        ticks = [float(y) for y in re.findall(r'<text class="axis end" x="58" y="([\d.]+)">', chart)]
+        (unit,) = re.findall(r'<text class="axis" x="2" y="(\d+)">', chart)
+        assert len(ticks) > 2 and min(ticks) - float(unit) >= 12
 
 
 def test_long_curves_are_thinned_to_means_and_gaps_are_left_out() -> None:

@@ -147,7 +147,8 @@ def look_at_pages(directory: Path) -> None:
     pictures = os.environ.get("PICTURES")
     for page in sorted(directory.glob("*.html")):
         picture = Path(pictures) / f"{page.stem}.png" if pictures else None
-        assert render(page, picture=picture, width=1500 if "raytrain3d" in page.name else 1240).requests == []
+        size = (1500, 1500) if "raytrain3d" in page.name else (1240, 2050)
+        assert render(page, picture=picture, width=size[0], height=size[1]).requests == []
         measured = directory / "measured"
         measured.mkdir(exist_ok=True)
         (measured / page.name).write_text(with_measure(page.read_text()))
@@ -168,11 +169,11 @@ def test_the_metrics_that_ray_exports(promtool: str, tmp_path: Path) -> None:
     temporary = Path(f"/tmp/r3d-{os.getpid()}")
     environment = {"RAY_AUTH_MODE": "disabled", "RAY_DISABLE_IMPORT_WARNING": "1"}
     port = free_port()
-    head = subprocess.Popen(
-        [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--temp-dir={temporary}",
-         f"--port={port}", f"--metrics-export-port={free_port()}", "--num-cpus=2", "--include-dashboard=false",
-         "--node-ip-address=127.0.0.1"],
-        env={**os.environ, **environment}, stdout=(tmp_path / "head").open("w"), stderr=subprocess.STDOUT)
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--temp-dir={temporary}",
+               f"--port={port}", f"--metrics-export-port={free_port()}", f"--dashboard-port={free_port()}", "--num-cpus=2",
+               "--include-dashboard=true", "--node-ip-address=127.0.0.1"]  # the dashboard writes the file of targets
+    with (tmp_path / "head").open("w") as output:
+        head = subprocess.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT)
     try:
         found = temporary / "prom_metrics_service_discovery.json"
         until(found.exists, 90)

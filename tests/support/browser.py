@@ -61,6 +61,13 @@ for (const group of document.querySelectorAll('svg')) {
         box.bottom > inside.bottom + 2)
       seen.push('outside its picture: ' + mark.outerHTML.slice(0, 160));
   }
+  const texts = [...group.querySelectorAll('text')];
+  for (let i = 0; i < texts.length; i++) for (let j = i + 1; j < texts.length; j++) {
+    const a = texts[i].getBoundingClientRect(), b = texts[j].getBoundingClientRect();
+    if (Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 &&
+        Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 4)
+      seen.push('texts overlap: ' + texts[i].textContent + ' and ' + texts[j].textContent);
+  }
 }
 const cards = [...document.querySelectorAll('section')];
 for (let i = 0; i < cards.length; i++) for (let j = i + 1; j < cards.length; j++) {
