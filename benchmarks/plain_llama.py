@@ -19,8 +19,11 @@ class Attention(nn.Module):
 
     def __init__(self, model: ModelConfig, sequence: int) -> None:
         super().__init__()
-        self.query, self.key, self.value, self.output = (nn.Linear(model.hidden, model.hidden, bias=False) for _ in range(4))
-        self.size = model.hidden // model.heads
+        self.size, self.grouped = model.size_of_head, model.num_kv_heads < model.heads
+        width, kv_width = model.heads * self.size, model.num_kv_heads * self.size
+        self.query = nn.Linear(model.hidden, width, bias=False)
+        self.key, self.value = (nn.Linear(model.hidden, kv_width, bias=False) for _ in range(2))
+        self.output = nn.Linear(width, model.hidden, bias=False)
         frequencies = model.rotary_theta ** (-torch.arange(0, self.size, 2).float() / self.size)
         angles = torch.outer(torch.arange(sequence).float(), frequencies).repeat(1, 2)
         self.register_buffer("cos", angles.cos(), persistent=False)
@@ -30,12 +33,13 @@ class Attention(nn.Module):
         """x: (batch, seq, hidden) -> (batch, seq, hidden)."""
         query, key, value = (part(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
                              for part in (self.query, self.key, self.value))
-        heads = F.scaled_dot_product_attention(self._rotate(query), self._rotate(key), value, is_causal=True)
+        heads = F.scaled_dot_product_attention(self._rotate(query), self._rotate(key), value, is_causal=True,
+                                               enable_gqa=self.grouped)
         return self.output(heads.transpose(1, 2).flatten(2))
 
     def _rotate(self, x: Tensor) -> Tensor:
         left, right = x.chunk(2, dim=-1)
-        return x * self.cos + torch.cat((-right, left), dim=-1) * self.sin
+        return x * self.cos.to(x.dtype) + torch.cat((-right, left), dim=-1) * self.sin.to(x.dtype)
 
 
 class FeedForward(nn.Module):
@@ -84,9 +88,10 @@ class Head(nn.Module):
 
 
 class PlainStage(nn.Module):
-    """Some layers of the model of `config`, with the initial weights that ours has."""
+    """Some layers of the model of `config`, with the initial weights that ours has unless it shall not be filled."""
 
-    def __init__(self, config: JobConfig, layers: Iterable[int], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, config: JobConfig, layers: Iterable[int], dtype: torch.dtype = torch.float32, *,
+                 filled: bool = True) -> None:
         super().__init__()
         last = config.model.blocks + 1
 
@@ -96,7 +101,8 @@ class PlainStage(nn.Module):
             return Head(config.model) if index == last else Block(config.model, config.train.sequence)
 
         self.layers = nn.ModuleDict({str(index): build(index) for index in layers})
-        self._fill(config)
+        if filled:
+            self._fill(config)
         self.to(dtype)
 
     @torch.no_grad()

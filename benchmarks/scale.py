@@ -13,7 +13,6 @@ import argparse
 import io
 import json
 import os
-import pickle
 import resource
 import statistics
 import tempfile
@@ -31,7 +30,7 @@ from typing import Any
 import ray
 
 from raytrain3d.config import DataConfig, JobConfig, MeshConfig, ModelConfig, RebalanceConfig, RunConfig, TrainConfig
-from raytrain3d.gang.actor import packed
+from raytrain3d.gang.actor import Request
 from raytrain3d.gang.controller import Controller, Job
 from raytrain3d.gang.fleet import Fleet, Limits
 from raytrain3d.gang.handle import FixedGangs, Leader
@@ -76,8 +75,8 @@ class Host:
         self._begun: dict[int, tuple[int, int, float]] = {}
         """By replica: first and last step of its lease, and when it began."""
 
-    async def call(self, request: bytes, rank: int) -> Any:
-        method, *_ = pickle.loads(request)
+    async def call(self, request: Request, rank: int) -> Any:
+        method, *_ = request
         if method.__name__ == "facts":
             return NodeFacts(rank=rank, host="host", address="127.0.0.1", device="cpu", cpu_model="", process=os.getpid())
         return None
@@ -111,7 +110,7 @@ class SimulatedRank(RayRank):
     """Asked as a real one; several share a process."""
 
     def call(self, method: Any, *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._future(self.actor.call.remote(packed(method, args, kwargs), self.rank))
+        return self._future(self.actor.call.remote((method, args, kwargs), self.rank))
 
     ask = call
 

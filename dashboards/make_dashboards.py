@@ -59,7 +59,8 @@ TRAINING = Dashboard("raytrain3d-training", "raytrain3d / Training", "Is it lear
     Panel("Tokens a second", [("max(M(tokens_per_second))", "tokens/s")], "Of the last step.", kind="stat", width=4,
           height=4),
     Panel("MFU", [("max(M(mfu_ratio))", "MFU")], "Share of the devices' peak that goes into FLOPs the model needs. Empty "
-          "without metrics.peak_tflops.", "percentunit", "stat", width=4, height=4, decimals=1),
+          "for GPUs that neither metrics.peak_tflops nor a data sheet tells of.", "percentunit", "stat", width=4, height=4,
+          decimals=1),
     Panel("Goodput", [("max(M(goodput_ratio))", "goodput")], "Share of time that went into steps which counted.",
           "percentunit", "stat", width=4, height=4, decimals=1),
     Panel("Loss", [("max(M(loss))", "training"), ("max(M(validation_loss))", "validation")], "Nats a token.", width=12,

@@ -16,6 +16,8 @@ from raytrain3d.errors import ConfigError
 # Of the names from elsewhere, those that others may import from here.
 __all__ = ["DataConfig", "EvaluateConfig", "EvaluationSetConfig", "PhaseConfig", "SourceConfig"]
 
+CompileBackend = Literal["none", "inductor", "aot_eager"]
+"""What torch.compile hands its graphs to."""
 Recompute = Literal["none", "selective", "full"]
 """What a block computes again before its backward."""
 
@@ -274,6 +276,16 @@ class TrainConfig:
     head never run again."""
     recompute_every: int = 1
     """Recompute only in blocks whose number is a multiple of this: 2 is every other one."""
+    compile: CompileBackend = "none"
+    """Compile the blocks and the loss with torch.compile, once for all blocks of a kind, in the first step. `inductor` fuses
+    what surrounds the matrix products into few kernels; on CPUs it needs a C++ compiler. `aot_eager` only captures the
+    graphs, to see whether a fault is inductor's. Losses agree with those of `none` within rounding, not to the bit; a run
+    that is repeated or resumed still does to the bit, and one with moves where all stages recompute alike. Without dropout
+    and `offload_activations` only."""
+    collect_interval: int | None = 50
+    """Steps between Python's garbage collections, which then come at the same steps on all ranks: each one that comes when
+    it likes stops a rank, and all that wait for it. Absent, or with `compile`, whose calls leave tensors to the collector:
+    left to Python."""
     sharding: Literal["auto", "none", "optimizer", "gradients", "full"] = "none"
     """What is sharded over the data axis: nothing; optimizer state and master weights (ZeRO-1); gradients, too (ZeRO-2);
     weights, too (ZeRO-3). `gradients` and `full` reduce after every micro-batch. `auto`: the first of these that
@@ -306,7 +318,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _positive("train", steps=self.steps, global_batch=self.global_batch, micro_batch=self.micro_batch,
                   sequence=self.sequence, recompute_every=self.recompute_every, loss_chunk=self.loss_chunk, lease=self.lease,
-                  shard_group=self.shard_group)
+                  shard_group=self.shard_group, collect_interval=self.collect_interval)
+        _require(self.compile == "none" or not self.offload_activations, "train.offload_activations",
+                 self.offload_activations, "a compiled block keeps its activations itself: set one of it and train.compile")
         _require(self.seed >= 0, "train.seed", self.seed, "must be at least 0")
         _require(self.global_batch % self.micro_batch == 0, "train.global_batch", self.global_batch,
                  f"must be a multiple of train.micro_batch ({self.micro_batch})")
@@ -333,6 +347,9 @@ class OptimizerConfig:
     """Decay norms, biases and embeddings too, not only matrices."""
     clip_norm: float | None = 1.0
     """Largest global gradient norm; gradients above are scaled down. Absent: no clipping."""
+    fused: bool | None = None
+    """Update a layer by one kernel of torch's, which reads and writes each of its buffers once. It rounds otherwise than the
+    row of operations that is used without. Default: where the moments are on a GPU."""
 
     def __post_init__(self) -> None:
         _fraction("optimizer", beta1=self.beta1, beta2=self.beta2)
@@ -433,6 +450,9 @@ class NetworkConfig:
 
     interface: str | None = None
     """Network interface of gloo and NCCL. Default: the one that has the node's Ray address."""
+    transport: Literal["auto", "gloo"] = "auto"
+    """What ranks on GPUs communicate by. `auto`: NCCL. `gloo`: through host memory, which is slow and for trying things out
+    where NCCL does not work. Ranks on CPUs use gloo."""
     store_port: int = 0
     """Port of the rendezvous store on the driver's node; 0 takes a free one."""
     timeout_s: float = 600.0
@@ -554,8 +574,9 @@ class MetricsConfig:
     tensorboard: bool = False
     """Write the run's figures for TensorBoard, too (`tensorboard/` beside the run's records)."""
     peak_tflops: float | None = None
-    """Peak of a rank's device in TFLOP/s (989 for an H100 in bf16): what model FLOPs utilization is a share of. Absent: it
-    is not known."""
+    """Peak of a rank's device in TFLOP/s (989 for an H100 in bf16): what model FLOPs utilization is a share of. Absent: by
+    the data sheet of A100, H100, H200, B200 and L40S; not known of other GPUs; of a CPU what a matrix product in train.dtype
+    reaches when the rank starts."""
 
     def __post_init__(self) -> None:
         _require(self.port is None or 0 <= self.port < 65536, "metrics.port", self.port, "must be between 0 and 65535")
@@ -677,6 +698,10 @@ class JobConfig:
         if model.family == "gpt2" and model.positions is not None:
             _require(self.train.sequence <= model.positions, "train.sequence", self.train.sequence,
                      f"is beyond model.positions ({model.positions})")
+        dropout = model.dropout or model.attention_dropout
+        _require(self.train.compile == "none" or not dropout, "train.compile", self.train.compile,
+                 "needs model.dropout and model.attention_dropout of 0: masks that are the same under any layout are drawn "
+                 "by what cannot be compiled")
         self._check_keep_best()
         ranks = self.mesh.replicas * self.mesh.pipeline * tensor
         _require(ranks > 1 or self.recovery.snapshot_interval is None, "recovery.snapshot_interval",

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rebalance
@@ -177,6 +178,48 @@ def test_sharding_benchmark() -> None:
         assert low <= figures[key] <= high
     assert figures["loss_difference"] <= 1e-5
     assert "WRONG" not in printed
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(1800)
+def test_step_benchmark() -> None:
+    printed, figures = run_quick("benchmarks/step.py")
+    low, high = figures["compile_speedup_interval_90"]  # type: ignore[misc]
+    assert low <= figures["compile_speedup"] <= high
+    assert figures["compile_s"] > 0 and figures["loss_difference"] <= 1e-5
+    assert sum(value for key, value in figures.items() if key.startswith("share_")) == pytest.approx(1, abs=1e-3)
+    assert "WRONG" not in printed
+
+
+def run_small(name: str) -> dict[str, Any]:
+    """Every line of a benchmark for GPUs, at toy size on whatever is here."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, f"benchmarks/{name}.py", "--small"], cwd=ROOT, capture_output=True, text=True,
+                          env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_gpu_benchmark_at_toy_size() -> None:
+    figures = run_small("gpu")
+    for shape in ("1b", "8b"):
+        for contestant in ("plain", "plain_bf16", "ours"):
+            assert figures[f"{contestant}_tokens_per_s_{shape}"] > 0 and figures[f"{contestant}_mfu_{shape}"] > 0
+        assert figures[f"ratio_vs_plain_{shape}"] > 0
+        assert figures[f"loss_difference_{shape}"] < 0.01, "bf16 of different roundings"
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(1800)
+def test_nccl_benchmark_at_toy_size() -> None:
+    figures = run_small("nccl")
+    assert figures["schedule_difference"] <= 1e-5 and figures["shared_difference"] <= 1e-5
+    assert all(figures[key] > 0 for key in ("communicator_s", "wake_s", "rebuild_s", "commit_wait_share"))
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ class Loader:
     """Micro-batches of one replica. Raises DataError when the data does not fit the job."""
 
     def __init__(self, config: JobConfig, plan: Plan, replica: int, *, tokens: bool = True, targets: bool = True) -> None:
-        """tokens, targets: whether this rank needs them."""
+        """tokens, targets: whether this rank needs them. For ranks on GPUs micro-batches lie in pinned memory."""
         train = config.train
         cache = Cache.of(config.data)
         self._sources = [Dataset.open(source.path, "train", cache) for source in config.data.all_sources]
@@ -57,7 +57,7 @@ class Loader:
         self._steps, self._micro_batch = train.steps, train.micro_batch
         self._read_rows = BatchReader(sequence=train.sequence, mask_documents=config.data.mask_documents, tokens=tokens,
                                       targets=targets)
-        self._replica = replica
+        self._replica, self._pinned = replica, plan.device == "gpu"
         self._share = _share(plan, replica)
         self.validation_sets = tuple(ValidationSet(given, config, plan) for given in config.evaluation_sets)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
@@ -89,8 +89,9 @@ class Loader:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, step: int) -> list[MicroBatch]:
-        return [self._read_rows([(self._sources[source], number) for source, number in self._sampler.samples(step, places)],
+        read = [self._read_rows([(self._sources[source], number) for source, number in self._sampler.samples(step, places)],
                                 places) for places in map(self._places, self._share)]
+        return [micro_batch.pinned() for micro_batch in read] if self._pinned else read
 
     def _places(self, piece: int) -> range:
         """Of a micro-batch in the global batch, or among the chosen validation samples."""

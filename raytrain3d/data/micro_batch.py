@@ -5,7 +5,7 @@ they begin, for which offsets are enough.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,11 @@ class MicroBatch:
     @property
     def num_loss_tokens(self) -> int:
         return int((self.targets != NO_LOSS).sum())
+
+    def pinned(self) -> "MicroBatch":
+        """A copy in memory that a GPU reads by itself."""
+        starts = None if self.starts is None else self.starts.pin_memory()
+        return replace(self, tokens=self.tokens.pin_memory(), targets=self.targets.pin_memory(), starts=starts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,6 @@
 """The Ray actor of one rank. It only carries requests to its `RankWorker`."""
 
 import os
-import pickle
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,11 +18,8 @@ GATHER_S = 2.0
 """Longest wait for reports of the gang's other ranks."""
 BECOME_LIMIT_S = 60.0
 """Longest wait of an ask for a spare that is about to become a rank."""
-
-
-def packed(method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-    """A request as one string of bytes: Ray takes several times as long to pack three arguments, and a driver has many."""
-    return pickle.dumps((method, args, kwargs))
+Request = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
+"""What a rank is to do: a method of `RankWorker` and its arguments. One argument: Ray takes longer to pack three."""
 
 
 class RankActor:
@@ -54,13 +50,13 @@ class RankActor:
         """Of the rank's GPU among those that the process sees."""
         return self._device_index
 
-    def call(self, request: bytes) -> Any:
-        method, args, kwargs = pickle.loads(request)
+    def call(self, request: Request) -> Any:
+        method, args, kwargs = request
         return self._worker.run(method, *args, **kwargs)
 
     @ray.method(concurrency_group="control")
-    def ask(self, request: bytes) -> Any:
-        method, args, kwargs = pickle.loads(request)
+    def ask(self, request: Request) -> Any:
+        method, args, kwargs = request
         self._is_rank.wait(BECOME_LIMIT_S)
         return method(self._worker, *args, **kwargs)
 
@@ -73,7 +69,7 @@ class RankActor:
     def train_gang(self, lease: LeaseRequest) -> LeaseEnd | RankError:
         """A lease on the whole gang: ends with its last rank, or with the first error of one. That a rank is lost is raised.
         """
-        request = packed(RankWorker.train, (lease,), {})
+        request: Request = (RankWorker.train, (lease,), {})
         waiting = [actor.call.remote(request) for actor in self._gang]
         ends: set[LeaseEnd] = set()
         while waiting:
@@ -90,7 +86,7 @@ class RankActor:
     def gather(self, after: int) -> list[StepReport]:
         """Of the whole gang, beyond step `after`. Nothing when a rank does not answer: the driver finds that out."""
         self._is_rank.wait(BECOME_LIMIT_S)
-        request = packed(RankWorker.reports, (after,), {})
+        request: Request = (RankWorker.reports, (after,), {})
         asked = [other.ask.remote(request) for other in self._gang[1:]]
         reports = self._worker.reports(after)
         try:

@@ -11,7 +11,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from raytrain3d.gang.actor import RANK_ACTOR, packed
+from raytrain3d.gang.actor import RANK_ACTOR
 from raytrain3d.gang.handle import Leader, RankDied, settle
 from raytrain3d.gang.ray_cluster import NAMESPACE
 from raytrain3d.gang.worker import LeaseEnd, LeaseRequest, RankError, RankSettings, RankWorker
@@ -34,10 +34,10 @@ class RayRank:
         self._device_index: Future[int | None] = self._future(actor.device_index.remote())
 
     def call(self, method: Callable[Concatenate[RankWorker, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        return self._future(self.actor.call.remote(packed(method, args, kwargs)))
+        return self._future(self.actor.call.remote((method, args, kwargs)))
 
     def ask(self, method: Callable[Concatenate[RankWorker, P], T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        return self._future(self.actor.ask.remote(packed(method, args, kwargs)))
+        return self._future(self.actor.ask.remote((method, args, kwargs)))
 
     @property
     def device_index(self) -> int | None:

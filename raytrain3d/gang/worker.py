@@ -25,6 +25,7 @@ from raytrain3d.metrics.logs import log_to_file
 from raytrain3d.metrics.trace_file import append_trace
 from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.plan import Plan
+from raytrain3d.train.garbage import planned_collections
 from raytrain3d.train.position import Position
 from raytrain3d.train.report import EvaluationReport, StepReport
 from raytrain3d.train.standing import Standing
@@ -233,15 +234,18 @@ class RankWorker:
             logger.warning("a lease of generation %d comes too late", lease.generation)
             return LeaseEnd(step=lease.first - 1, stopped=False)
         self._connected.begin_lease()
-        for n in range(lease.first, lease.last + 1):
-            self._step = n
-            trainer = self._connected
-            report = self._written_down(trainer.pass_over(n) if n in lease.left_out else trainer.step(n))
-            with self._lock:
-                self._reports.append(report)
-            logger.debug("step %d loss %.6f in %.3f s", n, report.loss, report.seconds)
-            if report.stop or (report.skipped and n not in lease.left_out):
-                return LeaseEnd(step=n, stopped=report.stop, skipped=report.skipped)
+        train = self._settings.config.train
+        with planned_collections(train.collect_interval if train.compile == "none" else None) as collect_after:
+            for n in range(lease.first, lease.last + 1):
+                self._step = n
+                trainer = self._connected
+                report = self._written_down(trainer.pass_over(n) if n in lease.left_out else trainer.step(n))
+                with self._lock:
+                    self._reports.append(report)
+                logger.debug("step %d loss %.6f in %.3f s", n, report.loss, report.seconds)
+                if report.stop or (report.skipped and n not in lease.left_out):
+                    return LeaseEnd(step=n, stopped=report.stop, skipped=report.skipped)
+                collect_after(n)
         return LeaseEnd(step=lease.last, stopped=False)
 
     def error(self) -> RankError | None:

@@ -106,7 +106,8 @@ CATALOGUE = (
     Metric("model_flops_per_second", "gauge", "FLOP/s", STEP + "model_flops_per_s",
            "FLOPs that the model needs for the last step's tokens, recompute not counted, over its time; of all ranks."),
     Metric("mfu_ratio", "gauge", "ratio", STEP + "mfu",
-           "Model FLOPs utilization: share of the peak of all ranks; only with metrics.peak_tflops."),
+           "Model FLOPs utilization: share of the peak of all ranks, which is metrics.peak_tflops, or a "
+           "GPU's data sheet, or what a CPU was measured to reach; not for GPUs without any."),
     Metric("goodput_ratio", "gauge", "ratio", STEP + "goodput",
            "Share of the time since the first lease that went into steps which counted."),
     Metric("last_step_timestamp_seconds", "gauge", "seconds since 1970", STEP + "time", "When the last step was recorded."),

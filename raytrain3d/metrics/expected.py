@@ -17,7 +17,8 @@ class Expected:
     def __init__(self, config: JobConfig, plan: Plan) -> None:
         spec = model_spec(config.model, config.train, plan.mesh.tensor)
         self._flops_per_token = model_flops_per_token(spec, config.train.sequence)
-        self._peak_tflops = config.metrics.peak_tflops
+        given = config.metrics.peak_tflops
+        self._peak_flops = None if given is None else given * 1e12
         self._idle_share = plan.idle_share
 
     def values(self, summary: StepSummary, plan: Plan) -> dict[str, Any]:
@@ -27,10 +28,11 @@ class Expected:
             "stages": counts_of(plan.stages), "shares": plan.shares, "gangs": gangs,
             "predicted_s": self._predicted_s(summary),
             "model_flops_per_s": self._flops_per_token * summary.tokens_per_s}
-        if self._peak_tflops is not None:
+        peak = summary.peak_flops if self._peak_flops is None else self._peak_flops
+        if peak is not None:
             values["mfu"] = model_flops_utilization(
                 self._flops_per_token, tokens_per_s=summary.tokens_per_s, num_ranks=gangs * plan.mesh.ranks_per_gang,
-                peak_flops=self._peak_tflops * 1e12)
+                peak_flops=peak)
         return values
 
     def _predicted_s(self, summary: StepSummary) -> float:

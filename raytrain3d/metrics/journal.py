@@ -34,7 +34,7 @@ class Journal:
         record = self._records.step(summary, values)
         for listener in self._listeners:
             listener.step(record)
-        self._progress.step(summary)
+        self._progress.step(summary, values.get("mfu"))
 
     def _tell_slowdowns(self, step: int) -> None:
         now = [slow for slow in self._slowdowns if slow.is_on(step)]

@@ -26,7 +26,8 @@ RECENT_STEPS = 50
 class Progress(Protocol):
     """Shows steps and events."""
 
-    def step(self, summary: StepSummary) -> None: ...
+    def step(self, summary: StepSummary, mfu: float | None = None) -> None:
+        """mfu: model FLOPs utilization, if it is known."""
 
     def say(self, text: str) -> None:
         """One event, or any text for the reader."""
@@ -64,10 +65,11 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def figures(summary: StepSummary, num_steps: int, left_s: float) -> list[tuple[str, str]]:
+def figures(summary: StepSummary, num_steps: int, left_s: float, mfu: float | None = None) -> list[tuple[str, str]]:
     """Name and text of every figure of a step."""
+    utilization = [] if mfu is None else [("MFU", f"{mfu:.1%}")]
     return [("step", f"{summary.step}/{num_steps}"), ("loss", f"{summary.loss:.4f}"),
-            ("tokens/s", f"{summary.tokens_per_s:,.0f}"), ("lr", f"{summary.learning_rate:.3g}"),
+            ("tokens/s", f"{summary.tokens_per_s:,.0f}"), *utilization, ("lr", f"{summary.learning_rate:.3g}"),
             ("gradient norm", f"{summary.gradient_norm:.3f}"), ("s/step", f"{summary.seconds:.3f}"),
             ("idle", f"{summary.idle_share:.0%}"), ("imbalance", f"{summary.imbalance:.2f}"), ("left", duration(left_s))]
 
@@ -97,12 +99,12 @@ class PlainProgress:
         self._time_left = TimeLeft(num_steps)
         self._last_line = float("-inf")
 
-    def step(self, summary: StepSummary) -> None:
+    def step(self, summary: StepSummary, mfu: float | None = None) -> None:
         left = self._time_left.after(summary)
         now = time.monotonic()
         if now - self._last_line >= LINE_INTERVAL_S or summary.step == self._num_steps:
             self._last_line = now
-            self.say("  ".join(f"{name} {text}" for name, text in figures(summary, self._num_steps, left)))
+            self.say("  ".join(f"{name} {text}" for name, text in figures(summary, self._num_steps, left, mfu)))
 
     def say(self, text: str) -> None:
         self._output.write(text + "\n")
@@ -123,12 +125,12 @@ class LiveProgress:
                           redirect_stderr=False)
         self._started = False
 
-    def step(self, summary: StepSummary) -> None:
+    def step(self, summary: StepSummary, mfu: float | None = None) -> None:
         if not self._started:
             self._live.start()
             self._started = True
         table = Table(box=None, padding=(0, 2, 0, 0))
-        shown = figures(summary, self._num_steps, self._time_left.after(summary))
+        shown = figures(summary, self._num_steps, self._time_left.after(summary), mfu)
         for name, _ in shown:
             table.add_column(name, justify="right")
         table.add_row(*(text for _, text in shown))

@@ -82,6 +82,8 @@ class StepSummary:
     layer_weight_s: dict[int, float]
     """Weight gradients of split backwards."""
     rebalance: RebalanceSummary = RebalanceSummary()
+    peak_flops: float | None = None
+    """FLOPs a second that a rank's device reaches at most, mean of the ranks. Absent: not known of all."""
 
     @property
     def imbalance(self) -> float:
@@ -110,7 +112,7 @@ def summarize(reports: Sequence[StepReport], mesh: Mesh, rebalance: RebalanceSum
         step=first.step, loss=first.loss, tokens=first.tokens, gradient_norm=first.gradient_norm,
         learning_rate=first.learning_rate, skipped=first.skipped, seconds=max(r.seconds for r in reports),
         idle_share=_mean(reports, lambda r: r.idle_share), pipeline_ranks=pipeline_ranks, places=_places(reports, mesh),
-        rebalance=rebalance,
+        rebalance=rebalance, peak_flops=_mean_peak([r.peak_flops for r in reports]),
         layer_forward_s=_by_layer([r.layer_forward_s for r in reports]),
         layer_backward_s=_by_layer([r.layer_backward_s for r in reports]),
         layer_weight_s=_by_layer([r.layer_weight_s for r in reports]))
@@ -119,6 +121,11 @@ def summarize(reports: Sequence[StepReport], mesh: Mesh, rebalance: RebalanceSum
 def _mean(reports: Sequence[StepReport], value: Callable[[StepReport], float]) -> float:
     """0 when nobody has reported: a lost rank took its reports with it."""
     return sum(map(value, reports)) / max(len(reports), 1)
+
+
+def _mean_peak(peaks: Sequence[float | None]) -> float | None:
+    known = [peak for peak in peaks if peak is not None]
+    return sum(known) / len(known) if known and len(known) == len(peaks) else None
 
 
 def _pipeline_rank(reports: Sequence[StepReport]) -> PipelineRankSummary:

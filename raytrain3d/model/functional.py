@@ -12,7 +12,7 @@ the input gradient alone and keeps what the weight gradient needs; no graph is r
 compiler that backward is one opaque operator, so a compiled block stays one graph.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -35,6 +35,13 @@ class Seam(Protocol):
     def idle(self) -> bool:
         """Nothing happens here: a rank has the matrix for itself."""
 
+    @property
+    def name(self) -> str:
+        """Seams of one name do the same. A compiled graph, which can hold no seam, has its name."""
+
+    def length(self, sequence: int) -> int:
+        """Positions of a sequence that leave the forward when so many enter it."""
+
     def __call__(self, x: Tensor) -> Tensor:
         """The forward, with the backward as its gradient."""
 
@@ -47,6 +54,10 @@ class Idle:
     """The seam of one rank."""
 
     idle = True
+    name = "idle"
+
+    def length(self, sequence: int) -> int:
+        return sequence
 
     def __call__(self, x: Tensor) -> Tensor:
         return x
@@ -59,6 +70,17 @@ class Idle:
 
 
 IDLE = Idle()
+_seams: dict[str, Seam] = {IDLE.name: IDLE}
+"""By name, for compiled graphs."""
+
+
+def remember_seams(seams: Iterable[Seam]) -> None:
+    """Compiled graphs that have their names go through these from now on."""
+    _seams.update({seam.name: seam for seam in seams})
+
+
+def _name(seam: Seam) -> str:
+    return IDLE.name if seam.idle else seam.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,19 +144,26 @@ class _Linears(Function):
         x, enter, reduce, *weights = inputs
         ctx.save_for_backward(x)
         ctx.weights, ctx.seams = weights, (enter, reduce)  # a saved weight may come back as another tensor, without `grad`
-        whole = enter.start_forward(x)()
-        return tuple(reduce.start_forward(whole @ weight.t())() for weight in weights)
+        if torch.compiler.is_compiling() and not (enter.idle and reduce.idle):
+            length = reduce.length(enter.length(x.shape[-2]))
+            return tuple(_compiled_forward(x, list(weights), _name(enter), _name(reduce), length))
+        return tuple(_linears_forward(x, weights, enter, reduce))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,), weights, (enter, reduce) = ctx.saved_tensors, ctx.weights, ctx.seams
-        if torch.compiler.is_compiling() and enter.idle and reduce.idle:
-            grad = _compiled_backward(list(grads), x, list(weights))
+        if torch.compiler.is_compiling():
+            grad = _compiled_backward(list(grads), x, list(weights), _name(enter), _name(reduce))
         else:
             # Detached: the input's history would keep what came before alive as long as the product waits.
             grad = _linears_backward(Product(weights, grads, x.detach(), enter, reduce))
         return grad, None, None, *(None for _ in weights)
+
+
+def _linears_forward(x: Tensor, weights: Sequence[Tensor], enter: Seam, reduce: Seam) -> list[Tensor]:
+    whole = enter.start_forward(x)()
+    return [reduce.start_forward(whole @ weight.t())() for weight in weights]
 
 
 def _linears_backward(product: Product) -> Tensor:
@@ -157,19 +186,30 @@ def _linears_backward(product: Product) -> Tensor:
     return reducing()
 
 
+@torch.library.custom_op("raytrain3d::linears_forward", mutates_args=())
+def _compiled_forward(x: Tensor, weights: list[Tensor], enter: str, reduce: str, length: int) -> list[Tensor]:
+    """`_linears_forward` in a compiled graph, where ranks meet. length: positions of a sequence that come out."""
+    return _linears_forward(x, weights, _seams[enter], _seams[reduce])
+
+
+@_compiled_forward.register_fake
+def _(x: Tensor, weights: list[Tensor], enter: str, reduce: str, length: int) -> list[Tensor]:
+    return [x.new_empty((*x.shape[:-2], length, weight.shape[0])) for weight in weights]
+
+
 @torch.library.custom_op("raytrain3d::linears_backward", mutates_args=())
-def _compiled_backward(grads: list[Tensor], x: Tensor, weights: list[Tensor]) -> Tensor:
+def _compiled_backward(grads: list[Tensor], x: Tensor, weights: list[Tensor], enter: str, reduce: str) -> Tensor:
     """`_linears_backward` in a compiled graph, whose memory is used again after the call: what is put off is copied.
 
     Gradient buffers are reached through `weight.grad`, which the graph does not see change; nothing in it reads them.
     """
     if weights[0].requires_grad and _put_off_to is not None:
         grads, x = [grad.clone() for grad in grads], x.clone()
-    return _linears_backward(Product(weights, grads, x, IDLE, IDLE))
+    return _linears_backward(Product(weights, grads, x, _seams[enter], _seams[reduce]))
 
 
 @_compiled_backward.register_fake
-def _(grads: list[Tensor], x: Tensor, weights: list[Tensor]) -> Tensor:
+def _(grads: list[Tensor], x: Tensor, weights: list[Tensor], enter: str, reduce: str) -> Tensor:
     return torch.empty_like(x)
 
 

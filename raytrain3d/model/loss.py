@@ -21,6 +21,8 @@ from raytrain3d.model.functional import accumulate_outer
 from raytrain3d.plan.params import NO_LOSS
 
 Reduction = Callable[[Tensor], Tensor]
+LossGradient = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+"""As `loss_and_gradient`."""
 
 
 def unchanged(x: Tensor) -> Tensor:
@@ -47,14 +49,31 @@ def cross_entropy(logits: Tensor, targets: Tensor, rows: Rows) -> Tensor:
     return _CrossEntropy.apply(logits, targets, rows)
 
 
-def projected_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: Rows, *, chunk: int) -> Tensor:
+def projected_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: Rows, *, chunk: int,
+                            compiled: LossGradient | None = None) -> Tensor:
     """`cross_entropy` of the logits x @ weight^T, which exist for at most `chunk` tokens at a time.
 
     x: (tokens, hidden); weight: (rows held here, hidden). With gradients enabled the forward makes all of them: it adds
     the weight's to `weight.grad`, and keeps the input's, of the size of x, for the backward. So the result must be
-    differentiated exactly once, and with the gradient 1.
+    differentiated exactly once, and with the gradient 1. compiled: `loss_and_gradient`, where `weight` has all rows.
     """
-    return _ProjectedCrossEntropy.apply(x, weight, targets, rows, chunk, torch.is_grad_enabled())
+    return _ProjectedCrossEntropy.apply(x, weight, targets, rows, chunk, torch.is_grad_enabled(), compiled)
+
+
+def loss_and_gradient(logits: Tensor, targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Sum of the losses, and the gradient of `logits`, (tokens, all rows), in their type. Written for a compiler, which
+    makes three passes over the logits of it and keeps all but the result in registers; as it is it would allocate each term.
+    """
+    values = logits.float() if logits.dtype == torch.bfloat16 else logits
+    columns = torch.arange(values.shape[1], device=values.device)
+    values = torch.where(columns < vocabulary, values, -torch.inf)
+    hit, counted = columns == targets[:, None], targets != NO_LOSS
+    values = values - values.amax(dim=1, keepdim=True)
+    exponentials = values.exp()
+    sums = exponentials.sum(dim=1, keepdim=True)
+    losses = torch.where(counted, sums[:, 0].log() - torch.where(hit, values, 0).sum(dim=1), 0)
+    gradient = torch.where(counted[:, None], exponentials / sums - hit.to(values.dtype), 0)
+    return losses.sum(), gradient.to(logits.dtype)
 
 
 class _CrossEntropy(Function):
@@ -75,11 +94,12 @@ class _CrossEntropy(Function):
 
 class _ProjectedCrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: Rows, chunk: int, training: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: Rows, chunk: int, training: bool,
+                compiled: LossGradient | None) -> Tensor:
         chunks = -(-len(x) // chunk)
         x_gradient = torch.empty_like(x) if training else x
         parts = zip(x.tensor_split(chunks), targets.tensor_split(chunks), x_gradient.tensor_split(chunks), strict=True)
-        losses = [_loss_of_chunk(part, weight, wanted, rows, part_gradient if training else None)
+        losses = [_loss_of_chunk(part, weight, wanted, rows, part_gradient if training else None, compiled)
                   for part, wanted, part_gradient in parts]
         if training:
             ctx.save_for_backward(x_gradient)
@@ -89,20 +109,25 @@ class _ProjectedCrossEntropy(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x_gradient,) = ctx.saved_tensors
-        return x_gradient * grad, None, None, None, None, None
+        return x_gradient * grad, *(None for _ in range(6))
 
 
-def _loss_of_chunk(x: Tensor, weight: Tensor, targets: Tensor, rows: Rows, x_gradient: Tensor | None) -> Tensor:
+def _loss_of_chunk(x: Tensor, weight: Tensor, targets: Tensor, rows: Rows, x_gradient: Tensor | None,
+                   compiled: LossGradient | None) -> Tensor:
     """The loss of some tokens. With `x_gradient`, which it fills, the weight's gradient is added too."""
     logits = x @ weight.t()
-    if logits.dtype == torch.bfloat16:
-        logits = logits.float()
-    loss, sums = _losses(logits, targets, rows)
-    if x_gradient is not None:
+    if x_gradient is not None and compiled is not None:
+        loss, logits = compiled(logits, targets, rows.vocabulary)
+    else:
+        if logits.dtype == torch.bfloat16:
+            logits = logits.float()
+        loss, sums = _losses(logits, targets, rows)
+        if x_gradient is None:
+            return loss
         logits = _to_gradient(logits.div_(sums), targets, rows).to(x.dtype)
-        torch.mm(logits, weight, out=x_gradient)
-        if weight.requires_grad:
-            accumulate_outer(weight, logits, x)
+    torch.mm(logits, weight, out=x_gradient)
+    if weight.requires_grad:
+        accumulate_outer(weight, logits, x)
     return loss
 
 

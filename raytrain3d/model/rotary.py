@@ -25,6 +25,10 @@ def inverse_frequencies(size: int, theta: float, scaling: RotaryScalingConfig | 
     return torch.where(between, blended, scaled)
 
 
+Angles = tuple[Tensor, Tensor]
+"""cos, sin: (seq, size), or (batch, seq, size)."""
+
+
 class RotaryTables:
     """cos and sin for every position, made once for each (length, dtype, device) and shared by all blocks."""
 
@@ -32,12 +36,12 @@ class RotaryTables:
         self._frequencies = inverse_frequencies(model.size_of_head, model.rotary_theta, model.rotary_scaling)
         self._tables: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """cos, sin: (seq, size) for x: (batch, seq, heads, size), or (batch, seq, size) at `positions`, (batch, seq)."""
-        key = (x.shape[1], x.dtype, x.device)
+    def __call__(self, length: int, dtype: torch.dtype, device: torch.device, positions: Tensor | None = None) -> Angles:
+        """(length, size) each, or (batch, seq, size) at `positions`, (batch, seq)."""
+        key = (length, dtype, device)
         if key not in self._tables:
-            angles = torch.outer(torch.arange(x.shape[1]).float(), self._frequencies).repeat(1, 2)
-            self._tables[key] = (angles.cos().to(x.device, x.dtype), angles.sin().to(x.device, x.dtype))
+            angles = torch.outer(torch.arange(length).float(), self._frequencies).repeat(1, 2)
+            self._tables[key] = (angles.cos().to(device, dtype), angles.sin().to(device, dtype))
         cos, sin = self._tables[key]
         return (cos, sin) if positions is None else (cos[positions], sin[positions])
 

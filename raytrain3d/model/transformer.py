@@ -6,7 +6,7 @@ input that several column slices read), `reduce` (an output that is a partial su
 views of a layer's flat buffer, so a module holds whatever slice it was given and sizes come from the weights.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from raytrain3d.config import ModelConfig
 from raytrain3d.model.dropout import DropoutKeys, drop, drop_mask, dropout
 from raytrain3d.model.functional import IDLE, Seam, again, embedding, linear, linears
-from raytrain3d.model.loss import Reduction, Rows, cross_entropy, projected_cross_entropy, unchanged
+from raytrain3d.model.loss import LossGradient, Reduction, Rows, cross_entropy, projected_cross_entropy, unchanged
 from raytrain3d.model.norm import rms_norm
 from raytrain3d.model.packing import Packing
-from raytrain3d.model.rotary import RotaryTables, rotate
+from raytrain3d.model.rotary import Angles, RotaryTables, rotate
 
 
 class Parameters(nn.Module):
@@ -73,16 +73,17 @@ class Norm(Parameters):
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads, over the heads whose weights it was given."""
 
-    def __init__(self, model: ModelConfig, layer: int, rotary: RotaryTables | None) -> None:
+    def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
         self.enter: Seam = IDLE
         self.first_head = 0
-        self._model, self._layer, self._rotary = model, layer, rotary
+        self._model, self._layer = model, layer
         self.query, self.key, self.value, self.output = Linear(), Linear(), Linear(), Linear()
         if model.qk_norm:
             self.query_norm, self.key_norm = Norm(model), Norm(model)
 
-    def forward(self, x: Tensor, keys: DropoutKeys | None, packing: Packing | None, *, recompute: bool = False) -> Tensor:
+    def forward(self, x: Tensor, keys: DropoutKeys | None, angles: Angles | None, mask: Tensor | None, *,
+                recompute: bool = False) -> Tensor:
         """x: (batch, seq, hidden) -> (batch, seq, hidden). recompute: heads keep nothing and are computed again."""
         size = self._model.size_of_head
         query, key, value = (part.unflatten(-1, (-1, size))
@@ -90,12 +91,10 @@ class Attention(nn.Module):
         key, value = self._own_heads(key, query), self._own_heads(value, query)
         if self._model.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        if self._rotary is not None:
-            cos, sin = self._rotary(query, None if packing is None else packing.positions)
-            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        if angles is not None:
+            query, key = rotate(query, *angles), rotate(key, *angles)
         inputs = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-        attend = partial(self._attend, keys=keys if self._model.attention_dropout else None,
-                         mask=None if packing is None else packing.mask)
+        attend = partial(self._attend, keys=keys if self._model.attention_dropout else None, mask=mask)
         heads = again(attend, *inputs) if recompute else attend(*inputs)
         return self.output(heads.transpose(1, 2).flatten(2))
 
@@ -218,14 +217,34 @@ class Block(Layer):
     def __init__(self, model: ModelConfig, index: int, rotary: RotaryTables | None) -> None:
         super().__init__(model, index)
         self.attention_norm, self.mlp_norm = Norm(model), Norm(model)
-        self.attention = Attention(model, index, rotary)
+        self.attention = Attention(model, index)
         self.mlp = FeedForward(model)
+        self._rotary = rotary
+        self.compute: BlockCompute = block_compute
+        """What `forward` does with its tensors: itself, or compiled for all blocks at once."""
 
     def forward(self, x: Tensor, keys: DropoutKeys | None, packing: Packing | None = None) -> Tensor:
         """x: (batch, seq, hidden) -> (batch, seq, hidden)."""
-        attention = self.attention(self.attention_norm(x), keys, packing, recompute=self.recompute_attention)
-        x = x + self.dropout(attention, keys, "attention_output")
-        return x + self.dropout(self.mlp(self.mlp_norm(x)), keys, "mlp_output")
+        drops = self.model.dropout or self.model.attention_dropout
+        angles, mask = self._angles(x, packing), None if packing is None else packing.mask
+        return self.compute(self, x, keys if drops else None, angles, mask)
+
+    def _angles(self, x: Tensor, packing: Packing | None) -> Angles | None:
+        if self._rotary is None:
+            return None
+        length = x.shape[1] * self.sequence_parts
+        return self._rotary(length, x.dtype, x.device, None if packing is None else packing.positions)
+
+
+def block_compute(block: Block, x: Tensor, keys: DropoutKeys | None, angles: Angles | None, mask: Tensor | None) -> Tensor:
+    """x: (batch, seq, hidden) -> (batch, seq, hidden). keys: absent where nothing is dropped."""
+    attention = block.attention(block.attention_norm(x), keys, angles, mask, recompute=block.recompute_attention)
+    x = x + block.dropout(attention, keys, "attention_output")
+    return x + block.dropout(block.mlp(block.mlp_norm(x)), keys, "mlp_output")
+
+
+BlockCompute = Callable[[Block, Tensor, DropoutKeys | None, Angles | None, Tensor | None], Tensor]
+"""As `block_compute`."""
 
 
 class Head(Layer):
@@ -241,6 +260,8 @@ class Head(Layer):
         self.total: Reduction = unchanged
         self.loss_chunk: int | None = None
         """Tokens whose logits exist at a time in `forward` (`train.loss_chunk`); None: those of all."""
+        self.loss_gradient: LossGradient | None = None
+        """Loss and gradient of logits as one compiled function, for a head that holds all rows of the vocabulary."""
 
     def logits(self, x: Tensor) -> Tensor:
         """x: (batch, seq, hidden) -> (batch, whole seq, rows held here)."""
@@ -252,7 +273,10 @@ class Head(Layer):
         if self.loss_chunk is None:
             return cross_entropy(self.logits(x).flatten(0, 1), targets.flatten(), rows)
         x = self.enter(self.norm(x)).flatten(0, 1)
-        return projected_cross_entropy(x, self.output.weight, targets.flatten(), rows, chunk=self.loss_chunk)
+        weight = self.output.weight
+        is_whole = self.first_row == 0 and len(weight) >= self.model.vocabulary
+        return projected_cross_entropy(x, weight, targets.flatten(), rows, chunk=self.loss_chunk,
+                                       compiled=self.loss_gradient if is_whole else None)
 
 
 def build_layers(model: ModelConfig, layers: Iterable[int]) -> dict[int, Layer]:

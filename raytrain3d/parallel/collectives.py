@@ -84,10 +84,16 @@ class Seam:
 
     def __init__(self, group: Group, forward: Collective, backward: Collective) -> None:
         self._group, self._forward, self._backward = group, forward, backward
+        self.name = f"{group.name}: {forward.__name__}, {backward.__name__}"
 
     @property
     def idle(self) -> bool:
         return self._group.size == 1
+
+    def length(self, sequence: int) -> int:
+        if self._forward is all_gather:
+            return sequence * self._group.size
+        return sequence // self._group.size if self._forward is scatter else sequence
 
     def __call__(self, x: Tensor) -> Tensor:
         return x if self.idle else _Across.apply(x, self)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from raytrain3d.parallel.staged import Staged
 from raytrain3d.plan.mesh import Mesh
 from raytrain3d.plan.rank_program import channels_of
 
@@ -33,6 +34,7 @@ class Work:
 
 
 DONE = Work(None)
+HOST = torch.device("cpu")
 
 BACKLOG = 4096
 """Connections to the store that may wait: all ranks come at once."""
@@ -48,7 +50,7 @@ class Group:
         self.ranks = tuple(ranks)
         self.index = self.ranks.index(rank)
         self.size = len(self.ranks)
-        self._on_host = device == "cpu"
+        self._on_host, self._is_aborted = device == "cpu", False
         self._backend = link.backend(name, self.index, self.size, device) if self.size > 1 else None
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> Work:
@@ -114,38 +116,54 @@ class Group:
         assert self._backend is not None
         return Work(self._backend.recv([tensor], sender, 0))
 
+    def exchange(self, mine: Tensor) -> Tensor:
+        """What the other one of two members has. One sends first: in a communicator of NCCL an operation begins when the one
+        before it is over, so two that both receive first would wait for each other."""
+        theirs, other = torch.empty_like(mine), 1 - self.index
+        first = self.send(mine, other) if self.index == 0 else self.receive(theirs, other)
+        second = self.receive(theirs, other) if self.index == 0 else self.send(mine, other)
+        first.wait()
+        second.wait()
+        return theirs
+
     def abort(self) -> None:
         """From any thread: end what is under way. Gloo ends by itself when a neighbour is gone; kernels of NCCL wait on."""
-        if self._backend is not None and not self._on_host:
+        if self._backend is not None and not self._on_host and not self._is_aborted:
+            self._is_aborted = True
             self._backend.abort()
 
     def close(self) -> None:
+        """Drop the backend. One of NCCL would wait for what is under way, so it is aborted."""
+        self.abort()
         self._backend = None
 
 
 class Link:
-    """Makes backends over the driver's store: NCCL for device tensors of GPU ranks, gloo for all else."""
+    """Makes backends over the driver's store: NCCL for device tensors of GPU ranks, gloo for all else. transport: as in
+    `network.transport`."""
 
-    def __init__(self, store: Store, generation: int, timeout_s: float) -> None:
+    def __init__(self, store: Store, generation: int, timeout_s: float, transport: str = "auto") -> None:
         self._store = PrefixStore(f"generation-{generation}", store)
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout, self._transport = timedelta(seconds=timeout_s), transport
 
     def backend(self, name: str, index: int, size: int, device: str) -> Any:
         store = PrefixStore(name, self._store)
-        if device == "gpu":
-            options = dist.ProcessGroupNCCL.Options()
+        if device == "gpu" and self._transport == "auto":
+            # Streams of high priority: a message that is ready goes ahead of compute that is queued.
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             options._timeout = self._timeout
             return dist.ProcessGroupNCCL(store, index, size, options)
-        return dist.ProcessGroupGloo(store, index, size, self._timeout)
+        gloo = dist.ProcessGroupGloo(store, index, size, self._timeout)
+        return Staged(gloo) if device == "gpu" else gloo
 
 
 class Groups:
-    """Every group of one rank in one generation. `placement`: stage -> pipeline rank that holds it; `shard_group`:
-    neighbouring replicas that share one copy of what is sharded over the data axis; `present`: replicas that have ranks,
-    default all."""
+    """Every group of one rank in one generation. `placement`: stage -> pipeline rank that holds it; `device`: the plan's;
+    `tensors_on`: where tensors are that groups of the device are for; `shard_group`: neighbouring replicas that share one
+    copy of what is sharded over the data axis; `present`: replicas that have ranks, default all."""
 
     def __init__(self, mesh: Mesh, placement: Sequence[int], rank: int, link: Link, *, device: str,
-                 shard_group: int = 1, present: Sequence[int] | None = None) -> None:
+                 tensors_on: torch.device = HOST, shard_group: int = 1, present: Sequence[int] | None = None) -> None:
         present = range(mesh.data) if present is None else present
 
         def make(kind: str, ranks: Sequence[int], device: str = device) -> Group:
@@ -174,11 +192,15 @@ class Groups:
                                        (pipeline[channel.sender], pipeline[channel.receiver]))
                          for channel in channels_of(placement) if at.pipeline in (channel.sender, channel.receiver)}
         self._is_aborted = False
-        self._try_channels(torch.device("cuda", torch.cuda.current_device()) if device == "gpu" else torch.device("cpu"))
+        self._connect(torch.zeros(1, device=tensors_on))
 
-    def _try_channels(self, device: torch.device) -> None:
-        """One message over each channel, in the same global order everywhere: connections exist before step 1."""
-        probe = torch.zeros(1, device=device)
+    def _connect(self, probe: Tensor) -> None:
+        """Communicators are made by their first operation, so there is one in each, in the same global order everywhere:
+        they exist before step 1."""
+        for group in (self.tensor, self.data, self.shard, self.across):
+            group.all_reduce(probe).wait()
+        if self.ends is not None:
+            self.ends.exchange(probe)
         for group in self.channels.values():
             (group.send(probe, 1) if group.index == 0 else group.receive(probe, 0)).wait()
 

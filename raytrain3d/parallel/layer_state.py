@@ -136,15 +136,16 @@ class LayerState:
         """Parts of the own interval that get weight decay, as slices of the own buffers."""
         yield from (self.own_slice(*run) for run in self.layout.decay_runs)
 
-    def squared_norm(self) -> float:
-        """Squared norm of the reduced gradient in this rank's `data_part`, what all tensor ranks share counted at
-        tensor coordinate 0 only. Summed in float64 over fixed intervals, so it does not depend on where a layer lives."""
+    def norms(self) -> list[Tensor]:
+        """Norms of the reduced gradient in this rank's `data_part`, by fixed intervals, so that they do not depend on where
+        a layer lives; what all tensor ranks share is counted at tensor coordinate 0 only. Scalars in float64, on the device.
+        """
         (low, high), (shared_low, shared_high) = self.data_part, self.layout.shared_run
         parts = [(low, min(high, shared_low)), (max(low, shared_high), high)]
         if self._at.tensor == 0:
             parts = [(low, min(high, shared_low)), (max(low, shared_low), min(high, shared_high)), *parts[1:]]
         gradients = [self.own_gradient[self.own_slice(a, b)] for a, b in parts if a < b]
-        return float(sum(torch.linalg.vector_norm(part, dtype=torch.float64).item() ** 2 for part in gradients))
+        return [torch.linalg.vector_norm(part, dtype=torch.float64) for part in gradients]
 
     def pieces(self) -> list[Piece]:
         """What this rank holds of the layer, to be loaded: rectangles over live buffers."""

@@ -62,6 +62,9 @@ class Stage:
     is_last: bool
     recompute: frozenset[int] = frozenset()
     """Layers of which only the input is kept: their forward runs again before their backward."""
+    is_compiled: bool = False
+    """A layer has one graph, whether what it keeps for a backward is used or not: both forwards of a recomputed layer are
+    the same, to the bit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,13 +242,14 @@ class PipelineRun:
             start = self._clock.mark()
             entering = x.detach().requires_grad_() if x.is_floating_point() and self._training else x
             keep = self._training and layer not in stage.recompute
-            recording = nullcontext() if keep else torch.no_grad()
+            recording = nullcontext() if keep or (self._training and stage.is_compiled) else torch.no_grad()
             saving = saved_on_host(module, entering) if self._offload else nullcontext()
             with recording, saving:
                 out = module(entering, *self._feed.arguments(op.micro_batch, layer))
             if self._training:
                 self._in_flight[key].layers.append((layer, entering, out if keep else None))
             x = out.detach().contiguous()
+            del out
             self._lap(Kind.FORWARD, layer, start)
             self._after(op, layer)
         if stage.is_last:

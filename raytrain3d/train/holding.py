@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from raytrain3d.config import JobConfig, ModelConfig
+from raytrain3d.model.compiled import compile_layer
 from raytrain3d.model.transformer import Head, Layer, build_layers
 from raytrain3d.parallel.gradients import EveryMicroBatch, GradientReduction, OnceAStep
 from raytrain3d.parallel.groups import Group
@@ -74,6 +75,7 @@ class Holding:
         for layer, module in layers.items():
             module.recompute_attention = kinds[layer] == "selective"
         return Stage(layers, is_first=stage == 0, is_last=stage == len(plan.stages) - 1,
+                     is_compiled=self._config.train.compile != "none",
                      recompute=frozenset(layer for layer, kind in kinds.items() if kind == "full"))
 
     def trained(self) -> list[LayerState]:
@@ -116,6 +118,8 @@ class Holding:
     def _divide(self, layer: int, tensor: Group) -> None:
         apply_tensor_parallelism(self.layers[layer], tensor, heads=self._config.model.heads,
                                  sequence_parallel=self._config.train.sequence_parallel)
+        if self._config.train.compile != "none":
+            compile_layer(self.layers[layer], self._config.train.compile)
 
     def _build(self, index: int) -> None:
         (layer,) = self._build_layers(self._config.model, [index]).values()

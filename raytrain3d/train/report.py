@@ -68,6 +68,8 @@ class StepReport:
     optimizer_s: float
     memory_bytes: int | None = None
     """Most that was allocated on its GPU so far, or resident memory of its process on a CPU. Absent: not measured."""
+    peak_flops: float | None = None
+    """FLOPs a second that its device reaches at most: a GPU by data sheet, a CPU as measured. Absent: not known."""
     layer_forward_s: dict[int, float] = field(default_factory=dict)
     """By layer index, summed over micro-batches."""
     layer_backward_s: dict[int, float] = field(default_factory=dict)

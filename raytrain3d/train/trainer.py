@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -20,9 +20,8 @@ from raytrain3d.checkpoint.writer import SHARE_OF_CORE, ShardWriter
 from raytrain3d.config import JobConfig
 from raytrain3d.data.loader import Loader
 from raytrain3d.data.micro_batch import MicroBatch
-from raytrain3d.model.dropout import DropoutKeys
+from raytrain3d.model.compiled import check_backend
 from raytrain3d.model.functional import put_off
-from raytrain3d.model.packing import Packing, packing
 from raytrain3d.model.transformer import Layer, build_layers
 from raytrain3d.parallel.channels import Buffers, Mail
 from raytrain3d.parallel.clock import clock_for
@@ -32,7 +31,7 @@ from raytrain3d.parallel.layer_state import DTYPES, LayerState
 from raytrain3d.parallel.links import measure_links
 from raytrain3d.parallel.migrate import channel_between, fill, moving_buffers, receive_layer, send_layer
 from raytrain3d.parallel.optimizer import gather, update
-from raytrain3d.parallel.pipeline import Around, Feed, LayerTimes, PipelineRun
+from raytrain3d.parallel.pipeline import Around, LayerTimes, PipelineRun
 from raytrain3d.parallel.snapshots import Snapshots
 from raytrain3d.parallel.sums import Sums
 from raytrain3d.parallel.weights import WeightGathering
@@ -45,8 +44,10 @@ from raytrain3d.train.faults import suffer
 from raytrain3d.train.finite import FiniteWatch
 from raytrain3d.train.holding import Holding, LayerBuilder
 from raytrain3d.train.initial import initial_weights
+from raytrain3d.train.inputs import feed
 from raytrain3d.train.lr import learning_rate
 from raytrain3d.train.memory import memory_in_use
+from raytrain3d.train.peak import peak_flops
 from raytrain3d.train.position import Phase, Position
 from raytrain3d.train.report import EvaluationReport, Origin, SetReport, StepReport, Stopwatch, Timeline
 from raytrain3d.train.standing import Standing
@@ -62,6 +63,8 @@ class Trainer:
         self._config, self._plan, self.rank = config, plan, rank
         self._at = plan.mesh.coordinate(rank)
         self._device = device or torch.device(f"cuda:{torch.cuda.current_device()}" if plan.device == "gpu" else "cpu")
+        check_backend(config.train.compile, self._device)
+        self._peak_flops = peak_flops(self._device, config.train.dtype) if config.metrics.peak_tflops is None else None
         self._spec = model_spec(config.model, config.train, plan.mesh.tensor)
         stages = plan.stages_of(self._at.pipeline)
         self._loader = loader or Loader(config, plan, self._at.data, tokens=0 in stages,
@@ -98,9 +101,10 @@ class Trainer:
         self._plan = self._plan if replicas is None else self._plan.with_replicas(replicas)
         timeout_s = self._config.network.timeout_s
         self._generation = generation
-        link = Link(join_store(host, port, timeout_s), generation, timeout_s)
+        link = Link(join_store(host, port, timeout_s), generation, timeout_s, self._config.network.transport)
         self._groups = Groups(self._plan.mesh, self._plan.placement, self.rank, link, device=self._plan.device,
-                              shard_group=self._config.shard_group, present=self._plan.replicas)
+                              tensors_on=self._device, shard_group=self._config.shard_group,
+                              present=self._plan.replicas)
         self._holding.connect(self._groups.tensor, self._plan.replicas)
 
     def join_ring(self, peers: Sequence[int]) -> None:
@@ -170,7 +174,8 @@ class Trainer:
         chosen, micro_batches = self._loader.validation_sets[number], self._loader.validation(number)
         run = self._run_program(micro_batches, None, chosen.largest_share)
         vector = self._vector()
-        self._set_loss(vector, run, micro_batches)
+        for loss_sum in _on_host(self._loss_sum(run)):
+            self._set_loss(vector, loss_sum, micro_batches)
         sum_over_all(vector.values, self._connected)
         agreed = vector.agreement()
         return SetReport(name=chosen.name, loss=agreed.loss, tokens=agreed.tokens, bytes_per_token=chosen.bytes_per_token)
@@ -327,32 +332,15 @@ class Trainer:
                      *around: Around) -> PipelineRun:
         """`step` keys the dropout masks; None: evaluation, forwards alone, nothing is dropped. Where ranks of several
         replicas gather and reduce within ops, all replicas run the program of the largest share."""
-        config, last = self._config, len(self._spec.layers) - 1
-
-        def tokens(i: int) -> Tensor:
-            return micro_batches[i].tokens.to(self._device)
-
-        @lru_cache(maxsize=1)  # the layers of an op share one; what waits for its backward keeps its own
-        def documents(i: int) -> Packing | None:
-            starts = micro_batches[i].starts
-            return None if starts is None else packing(starts.to(self._device), DTYPES[config.train.dtype])
-
-        def arguments(i: int, layer: int) -> tuple[Tensor | DropoutKeys | Packing | None, ...]:
-            if layer == last:
-                return (micro_batches[i].targets.to(self._device),)
-            if step is None:
-                return None, documents(i)
-            return DropoutKeys(seed=config.train.seed, step=step, samples=micro_batches[i].samples), documents(i)
-
-        plan = self._plan
-        present = len(micro_batches)
+        config, plan, present = self._config, self._plan, len(micro_batches)
         program = rank_program_for(plan.schedule, plan.mesh.pipeline, largest_share if config.joint_ops else present,
                                    plan.chunks, self._at.pipeline, training=step is not None, present=present)
         mail = Mail(self._connected.channels, program, self._buffers)
         uses = layer_uses(program.ops, {stage: plan.layers_of(stage) for stage in self._holding.stages})
         weights = WeightGathering(uses, self._holding.states_of, self._connected.shard,
                                   keep=config.train.keep_gathered == "step")
-        self._run = PipelineRun(self._holding.stages, mail, Feed(tokens, arguments, present), put_off=put_off,
+        inputs = feed(micro_batches, config.train, step=step, head=len(self._spec.layers) - 1, device=self._device)
+        self._run = PipelineRun(self._holding.stages, mail, inputs, put_off=put_off,
                                 clock=clock_for(self._device), around=(weights, *around),
                                 offload=config.train.offload_activations,
                                 slowdown=self._slowdown(step))
@@ -371,17 +359,22 @@ class Trainer:
     def _vector(self) -> CommitVector:
         return CommitVector(self._plan.mesh, len(self._spec.states), len(self._plan.ranks))
 
-    def _set_loss(self, vector: CommitVector, run: PipelineRun, micro_batches: Sequence[MicroBatch]) -> None:
-        if run.losses and self._at.tensor == 0:
-            tokens = sum(micro_batch.num_loss_tokens for micro_batch in micro_batches)
-            vector.set_loss(self._at.data, float(torch.stack(run.losses).double().sum()), tokens)
+    def _loss_sum(self, run: PipelineRun) -> list[Tensor]:
+        """One scalar on the rank that speaks for the replica's losses, if there are any."""
+        return [torch.stack(run.losses).double().sum()] if run.losses and self._at.tensor == 0 else []
+
+    def _set_loss(self, vector: CommitVector, loss_sum: float, micro_batches: Sequence[MicroBatch]) -> None:
+        vector.set_loss(self._at.data, loss_sum, sum(micro_batch.num_loss_tokens for micro_batch in micro_batches))
 
     def _agree(self, n: int, run: PipelineRun, micro_batches: Sequence[MicroBatch]) -> Agreement:
         vector = self._vector()
-        for state in self._holding.trained():
-            if self._holding.speaks_for(state):
-                vector.set_norm(state.spec.index, self._at.tensor, self._at.data, state.squared_norm())
-        self._set_loss(vector, run, micro_batches)
+        states = [state for state in self._holding.trained() if self._holding.speaks_for(state)]
+        norms = [state.norms() for state in states]
+        read = iter(_on_host([*chain.from_iterable(norms), *self._loss_sum(run)]))
+        for state, parts in zip(states, norms, strict=True):
+            vector.set_norm(state.spec.index, self._at.tensor, self._at.data, sum(next(read) ** 2 for _ in parts))
+        for loss_sum in read:
+            self._set_loss(vector, loss_sum, micro_batches)
         self._connected.check()  # after the device has come to the end of its reductions: the norms are of whole ones
         return self._sum(n, vector)
 
@@ -453,7 +446,7 @@ class Trainer:
             compute_s=times.compute, data_wait_s=watch.lap_of("data_wait"),
             receive_wait_s=times.receive_wait, reduce_wait_s=watch.lap_of("reduce_wait"),
             commit_wait_s=watch.lap_of("commit_wait"), optimizer_s=watch.lap_of("optimizer"),
-            memory_bytes=memory_in_use(self._device),
+            memory_bytes=memory_in_use(self._device), peak_flops=self._peak_flops,
             layer_forward_s=dict(times.forward), layer_backward_s=dict(times.backward),
             layer_weight_s=dict(times.weight), timeline=self._timeline(n, run),
         )
@@ -464,3 +457,8 @@ class Trainer:
             return None
         return Timeline(start=time.time() - watch.total + watch.laps["data_wait"], seconds=watch.laps["pipeline"],
                         spans=tuple((str(op), start, end) for op, start, end in run.spans()))
+
+
+def _on_host(scalars: Sequence[Tensor]) -> list[float]:
+    """Of one type, on one device. The host waits for the device, once, however many they are."""
+    return torch.stack(list(scalars)).tolist() if scalars else []

@@ -131,6 +131,13 @@ def test_figures_against_the_plan(run: Run, plan: Plan) -> None:
     assert value(series, "gangs") == value(series, "wanted_gangs") == 2 and value(series, "wanted_steps") == 100
 
 
+def test_utilization_is_a_share_of_what_ranks_say_they_reach(plan: Plan) -> None:
+    config = replace(CONFIG, metrics=MetricsConfig())
+    known, unknown = (replace(summary(1), peak_flops=peak) for peak in (1e9, None))
+    assert Expected(config, plan).values(known, plan)["mfu"] == Expected(CONFIG, plan).values(unknown, plan)["mfu"]
+    assert "mfu" not in Expected(config, plan).values(unknown, plan)
+
+
 def test_counters_do_not_go_back_with_the_run(run: Run) -> None:
     for step in (1, 2, 3, 4):
         run.step(step)

@@ -85,6 +85,20 @@ def test_plain_lines_come_once_a_second_and_at_the_end() -> None:
     assert last.startswith("step 100/100") and event == "checkpoint d"
 
 
+def test_utilization_is_shown_where_it_is_known() -> None:
+    output = io.StringIO()
+    make_progress(output, 2).step(summary(1), 0.4123)
+    make_progress(output, 2).step(summary(1))
+    known, unknown = output.getvalue().splitlines()
+    assert "tokens/s 50  MFU 41.2%  lr" in known and "MFU" not in unknown
+
+
+def test_the_peak_is_known_when_every_rank_knows_its_own() -> None:
+    reports = [replace(report(rank), peak_flops=peak) for rank, peak in enumerate((1e9, 3e9))]
+    assert summarize(reports, Mesh(pipeline=2)).peak_flops == 2e9
+    assert summarize([*reports[:1], report(1)], Mesh(pipeline=2)).peak_flops is None
+
+
 def test_the_live_display_shows_every_figure() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from raytrain3d.model.loss import Rows, cross_entropy, projected_cross_entropy
+from raytrain3d.model.loss import Rows, cross_entropy, loss_and_gradient, projected_cross_entropy
 from raytrain3d.plan.params import NO_LOSS
 
 
@@ -79,9 +79,21 @@ def test_chunks_give_loss_and_gradients_of_the_whole(chunk: int) -> None:
     torch.testing.assert_close((loss, x.grad, weight.grad), (expected, same.grad, same_weight.grad))
 
 
-def test_bf16_makes_its_losses_in_fp32() -> None:
+def test_what_a_compiler_gets_has_the_same_loss_and_gradient() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(6, 11, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([3, NO_LOSS, 8, 0, NO_LOSS, 7])
+    expected = cross_entropy(logits, targets, Rows(vocabulary=9))
+    expected.backward()
+    loss, gradient = loss_and_gradient(logits.detach(), targets, 9)
+    torch.testing.assert_close((loss, gradient), (expected.detach(), logits.grad))
+    assert not gradient[:, 9:].any(), "padding rows"
+
+
+@pytest.mark.parametrize("compiled", [None, loss_and_gradient])
+def test_bf16_makes_its_losses_in_fp32(compiled: Any) -> None:
     x, weight, targets = projected(torch.bfloat16)
-    loss = projected_cross_entropy(x, weight, targets, Rows(vocabulary=11), chunk=4)
+    loss = projected_cross_entropy(x, weight, targets, Rows(vocabulary=11), chunk=4, compiled=compiled)
     logits = (x @ weight.t()).detach().float()
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
     assert weight.grad is not None

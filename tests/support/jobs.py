@@ -135,4 +135,4 @@ def unsharded(config: JobConfig) -> JobConfig:
     """The same job on one rank, one micro-batch at a time, with the loss from whole logits."""
     return replace(config, mesh=MeshConfig(), pipeline=PipelineConfig(),
                    train=replace(config.train, sharding="none", keep_gathered="op", shard_group=None, recompute="none",
-                                 sequence_parallel=False, micro_batch=1, loss_chunk=None))
+                                 sequence_parallel=False, micro_batch=1, loss_chunk=None, compile="none"))

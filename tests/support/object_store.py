@@ -25,9 +25,6 @@ class ObjectStore:
         self.requests: list[str] = []
         """Method and path of every request since `fails` was set."""
         self.refused = 0
-        self.hangs: Callable[[str], bool] = lambda request: False
-        """Whether a request (method and path) is never answered, as long as the server lives."""
-        self._closing = threading.Event()
         self._store = DomainDispatcherApplication(create_backend_app)
         self._lock = threading.Lock()
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
@@ -45,7 +42,6 @@ class ObjectStore:
             self.fails, self.requests, self.refused = fails, [], 0
 
     def close(self) -> None:
-        self._closing.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -59,9 +55,6 @@ class ObjectStore:
             self.requests.append(f"{environment['REQUEST_METHOD']} {environment['PATH_INFO']}")
             refuses = self.fails(len(self.requests))
             self.refused += refuses
-            hangs = self.hangs(self.requests[-1])
-        if hangs:
-            self._closing.wait()
         if refuses:
             environment["wsgi.input"].read(int(environment.get("CONTENT_LENGTH") or 0))
             start("503 Slow Down", [("Content-Type", "application/xml"), ("Content-Length", str(len(BUSY)))])

@@ -10,14 +10,11 @@ import shutil
 from typing import Any
 
 import pytest
-import torch
 from jobs import JobRunner, small_job
-from parity import Reference, check_parity, keep_last_gradients
+from parity import Reference, check_parity
 
 from raytrain3d.config import JobConfig
-from raytrain3d.model.transformer import Block
 from raytrain3d.plan.schedule import SCHEDULES
-from raytrain3d.train.trainer import Trainer
 
 pytestmark = pytest.mark.dist
 
@@ -76,20 +73,13 @@ def test_schedule_trains_as_one_rank_does(schedule: str, mesh: tuple[int, int, i
     check_parity(run_job, reference, job(schedule, mesh, micro_batches, **more))
 
 
-def compile_blocks(trainer: Trainer) -> None:
-    """One graph for each block, forward and backward; an error if that cannot be."""
-    keep_last_gradients(trainer)
-    torch.compiler.reset()  # there is a limit of graphs for one function, and tests share processes
-    for layer in trainer.layers.values():
-        if isinstance(layer, Block):
-            layer.compile(fullgraph=True, backend="inductor" if shutil.which("g++") else "aot_eager")
-
-
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_compiled_blocks_split_their_backward(recompute: str, run_job: JobRunner, reference: Reference) -> None:
-    config = job("zb_h1", (1, 2, 1), 3, dtype="fp32", model={"freeze": ("blocks.2",)}, train={"recompute": recompute})
-    check_parity(run_job, reference, config, compile_blocks)
+    backend = "inductor" if shutil.which("g++") else "aot_eager"
+    config = job("zb_h1", (1, 2, 1), 3, dtype="fp32", model={"freeze": ("blocks.2",)},
+                 train={"recompute": recompute, "compile": backend})
+    check_parity(run_job, reference, config)
 
 
 @pytest.mark.slow
