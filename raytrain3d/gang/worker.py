@@ -228,8 +228,8 @@ class RankWorker:
         logger.info("holding the snapshot of step %d, ranks filled: %s", step, [rank for rank, _ in fills])
 
     def train(self, lease: LeaseRequest) -> LeaseEnd:
-        """All steps of a lease, or until some rank was asked to stop, or numbers were not finite. None, if it comes so late
-        that another generation has begun."""
+        """All steps of a lease, or until some rank was asked to stop, or numbers were not finite. One that comes so late
+        that another generation has begun ends before its first step."""
         if lease.generation != self._generation:
             logger.warning("a lease of generation %d comes too late", lease.generation)
             return LeaseEnd(step=lease.first - 1, stopped=False)
