@@ -4,6 +4,8 @@ Contestants take turns, so that a slow minute of the machine hits all of them; a
 median of the ratios is what counts.
 """
 
+import argparse
+import json
 import math
 import multiprocessing
 import os
@@ -149,3 +151,20 @@ def wall_times(ranks: Sequence[Mapping[str, Sequence[Span]]]) -> dict[str, list[
     """Seconds of every contestant's steps, from what `take_turns` returned on each rank: first start to last end."""
     return {name: [max(end for _, end in spans) - min(start for start, _ in spans)
                    for spans in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
+
+
+def run_on_gpu(doc: str | None, kind: str, parts: Sequence[str],
+               run: Callable[[str, bool, torch.device], dict[str, Any]]) -> None:
+    """The command line of a benchmark for one GPU: all of `parts`, or the one that --only names; --small runs them at toy
+    size on any machine. kind: what a part is called. run(part, small, device) gives figures for the line of JSON."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="toy size, on any machine; the figures then mean nothing")
+    parser.add_argument("--only", choices=parts, help=f"one {kind} (default: all)")
+    arguments = parser.parse_args()
+    if not arguments.small and not torch.cuda.is_available():
+        parser.error("there is no GPU here: --small runs it at toy size on a CPU")
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}
+    for part in [arguments.only] if arguments.only else parts:
+        found |= run(part, arguments.small, device)
+    print(json.dumps(found))

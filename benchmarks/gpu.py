@@ -15,9 +15,7 @@ those of the faster of the two).
     python benchmarks/gpu.py [--small] [--only SHAPE]
 """
 
-import argparse
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -26,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from common import run_on_gpu
 from language_model import Workload
 from parts import step_parts, table
 from pipeline_mesh import OneBatch
@@ -201,7 +200,7 @@ def measure(step: Callable[[], float], device: torch.device, steps: int) -> Spee
                  first_s=seconds[0])
 
 
-def run(shape: str, *, is_small: bool, device: torch.device) -> dict[str, Any]:
+def run(shape: str, is_small: bool, device: torch.device) -> dict[str, Any]:
     """Tables on the way; figures for the line of JSON."""
     workload, steps = SHAPES[shape], 2 if is_small else STEPS
     if is_small:
@@ -253,17 +252,7 @@ def figures(shape: str, workload: Workload, found: dict[str, Speed], parts: dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="toy size, on any machine; the figures then mean nothing")
-    parser.add_argument("--only", choices=SHAPES, help="one shape (default: all)")
-    arguments = parser.parse_args()
-    if not arguments.small and not torch.cuda.is_available():
-        parser.error("there is no GPU here: --small runs it at toy size on a CPU")
-    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}
-    for shape in [arguments.only] if arguments.only else SHAPES:
-        found |= run(shape, is_small=arguments.small, device=device)
-    print(json.dumps(found))
+    run_on_gpu(__doc__, "shape", list(SHAPES), run)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ until all have groups again.
     python benchmarks/nccl.py [--small] [--only PART]
 """
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Place, spawn
+from common import Place, run_on_gpu, spawn
 from language_model import FULL, QUICK, Workload
 from pipeline_mesh import OneBatch, mesh_job
 
@@ -178,18 +176,12 @@ def shared(workload: Workload, device: torch.device) -> dict[str, Any]:
 PARTS = {"alone": alone, "shared": shared}
 
 
+def run(part: str, is_small: bool, device: torch.device) -> dict[str, Any]:
+    return PARTS[part](QUICK if is_small else FULL, device)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="toy size, on any machine; the figures then mean nothing")
-    parser.add_argument("--only", choices=PARTS, help="one part (default: all)")
-    arguments = parser.parse_args()
-    if not arguments.small and not torch.cuda.is_available():
-        parser.error("there is no GPU here: --small runs it at toy size on a CPU")
-    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}
-    for name in [arguments.only] if arguments.only else PARTS:
-        found |= PARTS[name](QUICK if arguments.small else FULL, device)
-    print(json.dumps(found))
+    run_on_gpu(__doc__, "part", list(PARTS), run)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raytrain3d.config import JobConfig, LearningRateConfig, MeshConfig, OptimizerConfig
 from raytrain3d.data.micro_batch import MicroBatch
 from raytrain3d.plan.plan import Plan, make_plan
+from raytrain3d.train.report import StepReport
 from raytrain3d.train.trainer import Trainer
 
 MESH = MeshConfig(data=2, pipeline=2, tensor=2)
@@ -66,16 +67,18 @@ class OurTraining:
 
     def __init__(self, place: Place, config: JobConfig, plan: Plan, workload: Workload, generation: int = 0) -> None:
         loader: Any = OneBatch(plan, workload, plan.mesh.coordinate(place.rank).data)
-        self._trainer = Trainer(config, plan, place.rank, loader=loader)
-        self._trainer.connect("127.0.0.1", place.port, generation)
-        self._trainer.initialize()
-        self._step = 0
-        self.losses: list[float] = []
+        self.trainer = Trainer(config, plan, place.rank, loader=loader)
+        self.trainer.connect("127.0.0.1", place.port, generation)
+        self.trainer.initialize()
+        self.reports: list[StepReport] = []
+
+    @property
+    def losses(self) -> list[float]:
         """Mean loss of every step."""
+        return [report.loss for report in self.reports]
 
     def step(self) -> None:
-        self._step += 1
-        self.losses.append(self._trainer.step(self._step).loss)
+        self.reports.append(self.trainer.step(len(self.reports) + 1))
 
 
 class TorchTraining:

@@ -17,12 +17,10 @@ import torch
 from common import Place, Span, figure, ratios, spawn, take_turns, wall_times
 from language_model import FULL, QUICK, Workload
 from parts import step_parts, table
-from pipeline_mesh import COMPARED, NUM_MICRO_BATCHES, OneBatch, mesh_job
+from pipeline_mesh import COMPARED, NUM_MICRO_BATCHES, OurTraining, mesh_job
 
-from raytrain3d.config import JobConfig, MeshConfig
+from raytrain3d.config import MeshConfig
 from raytrain3d.plan.plan import make_plan
-from raytrain3d.train.report import StepReport
-from raytrain3d.train.trainer import Trainer
 
 NUM_RANKS = 2
 PART_REPEATS = 5
@@ -41,34 +39,19 @@ class Measured:
     parts: dict[str, dict[str, float]]
 
 
-class Training:
-    """Steps of one contestant on one rank."""
-
-    def __init__(self, place: Place, config: JobConfig, workload: Workload, generation: int) -> None:
-        plan = make_plan(config)
-        loader: Any = OneBatch(plan, workload, plan.mesh.coordinate(place.rank).data)
-        self.trainer = Trainer(config, plan, place.rank, loader=loader)
-        self.trainer.connect("127.0.0.1", place.port, generation)
-        self.trainer.initialize()
-        self.reports: list[StepReport] = []
-
-    def step(self) -> None:
-        self.reports.append(self.trainer.step(len(self.reports) + 1))
-
-
 def train(place: Place, workload: Workload, rounds: int) -> Measured:
     config = mesh_job(workload, MeshConfig(data=NUM_RANKS))
     trainings, first_s = {}, {}
     for generation, (name, backend) in enumerate(KINDS.items()):
         compiled = replace(config, train=replace(config.train, compile=backend))  # type: ignore[arg-type]
-        trainings[name] = Training(place, compiled, workload, generation)
+        trainings[name] = OurTraining(place, compiled, make_plan(compiled), workload, generation)
         start = time.perf_counter()
         trainings[name].step()
         first_s[name] = time.perf_counter() - start
     steps = take_turns({name: each.step for name, each in trainings.items()}, rounds)
     parts = {name: step_parts(each.trainer, each.reports[2:], PART_REPEATS) for name, each in trainings.items()}
     return Measured(steps=steps, first_s=first_s, parts=parts,
-                    losses={name: [report.loss for report in each.reports] for name, each in trainings.items()})
+                    losses={name: each.losses for name, each in trainings.items()})
 
 
 def figures(ranks: list[Measured]) -> dict[str, Any]:
