@@ -13,12 +13,12 @@ from raytrain3d.config import JobConfig
 from raytrain3d.plan.cost import layer_costs
 from raytrain3d.plan.measured import Estimate, Measured, RankTimes
 from raytrain3d.plan.memory import missing_memory
-from raytrain3d.plan.state_memory import moved_bytes
 from raytrain3d.plan.params import model_spec
 from raytrain3d.plan.plan import Plan
 from raytrain3d.plan.program import programs_for
 from raytrain3d.plan.rebalance import Keep, Move, MoveCost, PastMove, Revert, Situation, decide
 from raytrain3d.plan.recompute import repeats
+from raytrain3d.plan.state_memory import moved_bytes
 from raytrain3d.plan.workload import Workload
 from raytrain3d.train.report import StepReport
 

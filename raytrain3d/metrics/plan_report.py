@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 
 from raytrain3d.metrics.page import page, preformatted, section
 from raytrain3d.metrics.svg import Bar, Block, bar_chart, timeline_chart
-from raytrain3d.plan.state_memory import Memory
 from raytrain3d.plan.plan import Plan
 from raytrain3d.plan.schedule import Kind
 from raytrain3d.plan.simulate import Timeline
 from raytrain3d.plan.simulation import Simulation, critical_path, seconds
+from raytrain3d.plan.state_memory import Memory
 from raytrain3d.plan.table import amount, counted, schedule_name, size
 
 KINDS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.BACKWARD_INPUT: "input", Kind.BACKWARD_WEIGHT: "weight"}

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raytrain3d.config import JobConfig
-from raytrain3d.plan.catalogue import Node
 from raytrain3d.plan.activations import activation_memory
+from raytrain3d.plan.catalogue import Node
 from raytrain3d.plan.memory import rank_memory
-from raytrain3d.plan.state_memory import ELEMENT_BYTES, Memory, optimizer_on_host, state_memory
 from raytrain3d.plan.params import ModelSpec
 from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.program import Programs
 from raytrain3d.plan.schedule import Kind, Op
+from raytrain3d.plan.state_memory import ELEMENT_BYTES, Memory, optimizer_on_host, state_memory
 
 GATHERED = 2
 """Inputs of a block that tensor ranks gather with sequence parallelism: attention's and the feed-forward part's."""

@@ -6,10 +6,10 @@ from dataclasses import replace
 from raytrain3d.config import JobConfig, MeshConfig, PipelineConfig
 from raytrain3d.errors import ConfigError
 from raytrain3d.plan.answer import Answer, Column, Value
-from raytrain3d.plan.state_memory import ELEMENT_BYTES, state_memory
 from raytrain3d.plan.plan import Plan
 from raytrain3d.plan.search import Choice, Evaluator, mesh_text
 from raytrain3d.plan.splits import uniform
+from raytrain3d.plan.state_memory import ELEMENT_BYTES, state_memory
 from raytrain3d.plan.table import SHOWN_STAGES, counted
 
 PIPELINES = (1, 2, 4, 8, 12, 16, 32, 64)

@@ -10,11 +10,11 @@
 
 from raytrain3d.plan.answer import Answer, Column
 from raytrain3d.plan.collectives import Group, group_along
-from raytrain3d.plan.makespan import compiled, stage_seconds
 from raytrain3d.plan.cost import LayerCost
-from raytrain3d.plan.state_memory import ELEMENT_BYTES, REDUCE_BYTES
+from raytrain3d.plan.makespan import compiled, stage_seconds
 from raytrain3d.plan.plan import Plan
 from raytrain3d.plan.search import Choice
+from raytrain3d.plan.state_memory import ELEMENT_BYTES, REDUCE_BYTES
 from raytrain3d.plan.table import counted, schedule_name
 
 PIPELINES = (2, 4, 8, 16)

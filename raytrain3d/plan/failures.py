@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import exp, expm1, sqrt
 
-from raytrain3d.plan.state_memory import moved_bytes
 from raytrain3d.plan.search import Choice
+from raytrain3d.plan.state_memory import moved_bytes
 
 AROUND = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Intervals that are shown, by the best one."""

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from raytrain3d.config import JobConfig, Recompute
+from raytrain3d.plan.activations import Activations, vocabulary_rows
 from raytrain3d.plan.calibration import Calibration
 from raytrain3d.plan.catalogue import Node
 from raytrain3d.plan.collectives import Group, Links
 from raytrain3d.plan.cost import LayerCost
-from raytrain3d.plan.activations import Activations, vocabulary_rows
-from raytrain3d.plan.state_memory import ELEMENT_BYTES, EXACT_BYTES
 from raytrain3d.plan.params import LayerSpec, ModelSpec
+from raytrain3d.plan.state_memory import ELEMENT_BYTES, EXACT_BYTES
 
 RESIDUAL_ELEMENTS = 12
 """Elements of width hidden that a block reads and writes for a token: two norms, two additions, their copies."""

@@ -9,7 +9,6 @@ from raytrain3d.config import JobConfig
 from raytrain3d.errors import PlanError
 from raytrain3d.plan.cost import NO_COST, LayerCost, layer_costs, op_cost, stage_cost
 from raytrain3d.plan.memory import missing_memory, rank_memory
-from raytrain3d.plan.state_memory import Memory, local_parameters, moved_bytes
 from raytrain3d.plan.params import ModelSpec
 from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.peers import KEPT
@@ -17,6 +16,7 @@ from raytrain3d.plan.program import Programs, programs_for
 from raytrain3d.plan.recompute import repeats
 from raytrain3d.plan.simulate import Timeline, simulate
 from raytrain3d.plan.splits import partition
+from raytrain3d.plan.state_memory import Memory, local_parameters, moved_bytes
 from raytrain3d.plan.table import schedule_name, size
 from raytrain3d.plan.workload import Workload
 

@@ -13,7 +13,6 @@ from typing import Any
 from raytrain3d.config import JobConfig
 from raytrain3d.errors import PlanError
 from raytrain3d.plan.layout import Candidate, Costs, Layout, RankEstimate, TooLarge, choose
-from raytrain3d.plan.state_memory import Memory
 from raytrain3d.plan.mesh import Mesh
 from raytrain3d.plan.params import ModelSpec, model_spec
 from raytrain3d.plan.partition import Stages
@@ -23,6 +22,7 @@ from raytrain3d.plan.remedy import fit_of, remedies, remedy_text
 from raytrain3d.plan.sharding import with_any_sharding
 from raytrain3d.plan.simulate import idle_of_wall
 from raytrain3d.plan.splits import NamedSplit, compared
+from raytrain3d.plan.state_memory import Memory
 from raytrain3d.plan.table import plan_table
 
 

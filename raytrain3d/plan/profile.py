@@ -16,8 +16,8 @@ from raytrain3d.errors import PlanError
 from raytrain3d.plan.calibration import Calibration, calibration_of
 from raytrain3d.plan.catalogue import Node
 from raytrain3d.plan.device_memory import Allocation
-from raytrain3d.plan.state_memory import ELEMENT_BYTES
 from raytrain3d.plan.search import Evaluator
+from raytrain3d.plan.state_memory import ELEMENT_BYTES
 from raytrain3d.plan.step_time import Cluster, StepTimer
 
 BLOCKS = 2

@@ -15,11 +15,11 @@ from raytrain3d.plan.cost import LayerCost
 from raytrain3d.plan.data_time import DataTimer
 from raytrain3d.plan.layer_time import LayerTime, LayerTimer, sequence_parallel
 from raytrain3d.plan.makespan import COSTS, NEVER, compiled, stage_seconds
-from raytrain3d.plan.state_memory import ELEMENT_BYTES, local_parameters
 from raytrain3d.plan.mesh import Mesh
 from raytrain3d.plan.params import ModelSpec
 from raytrain3d.plan.partition import Stages
 from raytrain3d.plan.schedule import Kind
+from raytrain3d.plan.state_memory import ELEMENT_BYTES, local_parameters
 
 LONG = 2
 """A pipeline of p ranks is simulated with at most LONG x p micro-batches. More go on as its last p did."""

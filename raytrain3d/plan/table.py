@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from raytrain3d.plan.state_memory import Memory
 from raytrain3d.plan.sharding import volumes
+from raytrain3d.plan.state_memory import Memory
 
 if TYPE_CHECKING:
     from raytrain3d.plan.plan import Plan
